@@ -1,0 +1,1 @@
+"""What a user asks when something is wrong: doctor, start-up report."""

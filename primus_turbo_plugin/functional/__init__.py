@@ -1,0 +1,1 @@
+"""Autograd functions over plain tensors; nothing here knows Megatron."""

@@ -1,0 +1,1 @@
+"""torch.nn modules with Megatron's constructor, forward and checkpoint contracts."""

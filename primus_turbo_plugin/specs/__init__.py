@@ -1,0 +1,1 @@
+"""What Megatron sees: spec provider, layer and stack specs, version differences."""

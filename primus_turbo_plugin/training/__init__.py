@@ -1,0 +1,1 @@
+"""Support for our entry scripts: devices, launching, data, progress."""
