@@ -1,0 +1,122 @@
+"""RMS norm and layer norm as differentiable functions over plain tensors.
+
+fprop   y = xhat * gamma (+ bias), see kernels/reference/norm.py for the formulas, backward included
+Saved   x, weight and the row statistics (fp32 [tokens], two for layer norm). y is never saved and x is saved as it came
+        (a strided view stays a view), so a norm adds 4 or 8 bytes a token to what the layer before it already keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from primus_turbo_plugin.errors import ShapeError
+from primus_turbo_plugin.kernels.reference import norm as reference
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool = False) -> Tensor:
+    """y = x * rsqrt(mean(x^2) + eps) * gamma over the last dimension.
+
+    Args:
+        x: [..., hidden], any float dtype, any strides, any number of elements (none too).
+        weight: [hidden], any float dtype.
+        eps: Added to the mean square.
+        zero_centered_gamma: gamma = 1 + weight.
+
+    Returns:
+        [..., hidden] in x's dtype.
+
+    Raises:
+        ShapeError: weight does not match x's last dimension, or a dtype is not a float.
+    """
+    _check("rms_norm", x, weight=weight)
+    return _RMSNorm.apply(x, weight, eps, zero_centered_gamma)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered_gamma: bool = False
+) -> Tensor:
+    """y = (x - mean(x)) * rsqrt(var(x) + eps) * gamma + bias over the last dimension.
+
+    Args:
+        x: [..., hidden], any float dtype, any strides, any number of elements (none too).
+        weight: [hidden], any float dtype.
+        bias: [hidden], any float dtype, or None.
+        eps: Added to the variance.
+        zero_centered_gamma: gamma = 1 + weight.
+
+    Returns:
+        [..., hidden] in x's dtype.
+
+    Raises:
+        ShapeError: weight or bias does not match x's last dimension, or a dtype is not a float.
+    """
+    _check("layer_norm", x, weight=weight, bias=bias)
+    return _LayerNorm.apply(x, weight, bias, eps, zero_centered_gamma)
+
+
+class _RMSNorm(Function):
+    """Saves x, weight, rstd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
+        y, rstd = reference.rms_norm_fwd(_rows(x), weight, eps, zero_centered_gamma=zero_centered_gamma)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.zero_centered_gamma = zero_centered_gamma
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dweight = reference.rms_norm_bwd(
+            _rows(dy), _rows(x), weight, rstd, zero_centered_gamma=ctx.zero_centered_gamma
+        )
+        return dx.view(x.shape), dweight.to(weight.dtype), None, None
+
+
+class _LayerNorm(Function):
+    """Saves x, weight, mean, rstd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool
+    ) -> Tensor:
+        y, mean, rstd = reference.layer_norm_fwd(_rows(x), weight, bias, eps, zero_centered_gamma=zero_centered_gamma)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.zero_centered_gamma, ctx.bias_dtype = zero_centered_gamma, None if bias is None else bias.dtype
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        dx, dweight, dbias = reference.layer_norm_bwd(
+            _rows(dy), _rows(x), weight, mean, rstd, zero_centered_gamma=ctx.zero_centered_gamma
+        )
+        dbias = None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype)
+        return dx.view(x.shape), dweight.to(weight.dtype), dbias, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., hidden] as [tokens, hidden]; a copy only where the strides need one. Works for tensors without elements."""
+    return x.reshape(x.numel() // x.shape[-1], x.shape[-1])
+
+
+def _check(op: str, x: Tensor, **parameters: Tensor | None) -> None:
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ShapeError(f"{op}: x must be [..., hidden] with hidden >= 1, got {list(x.shape)}.")
+    if not x.is_floating_point():
+        raise ShapeError(f"{op}: x must be a float tensor, got {x.dtype}. Cast it first.")
+    for name, value in parameters.items():
+        if value is None:
+            continue
+        if value.shape != x.shape[-1:]:
+            raise ShapeError(
+                f"{op}: {name} must have x's hidden size, [{x.shape[-1]}], got {list(value.shape)} for x {list(x.shape)}."
+            )
+        if not value.is_floating_point():
+            raise ShapeError(f"{op}: {name} must be a float tensor, got {value.dtype}. Cast it first.")
