@@ -1,0 +1,41 @@
+# Sourced by examples/quickstart.sh and tests/run.sh. Provides
+#   turbo_venv EXTRAS   makes (once) the virtual environment with this package and its EXTRAS, and sets PYTHON to its interpreter.
+# PRIMUS_TURBO_VENV names the environment's folder (default: .venv in the checkout); PRIMUS_TURBO_PYTHON the interpreter it is made from.
+# Sizes and versions: Megatron's training package is in the megatron-core wheels for Python >= 3.12 only.
+
+TURBO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+_turbo_python_works() { # PYTHON: at least 3.12, with venv and headers enough for pip
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not ((3, 12) <= sys.version_info[:2] <= (3, 13)))' >/dev/null 2>&1
+}
+
+turbo_find_python() {
+    local candidate
+    for candidate in "${PRIMUS_TURBO_PYTHON:-}" python3.12 python3.13 python3 \
+        "$HOME"/.pyenv/versions/3.12*/bin/python "$HOME"/.pyenv/versions/3.13*/bin/python \
+        /usr/local/bin/python3.1[23] /opt/*/bin/python3.1[23]; do
+        if [ -n "$candidate" ] && _turbo_python_works "$candidate"; then
+            echo "$candidate"
+            return 0
+        fi
+    done
+    echo "error: no Python 3.12 or 3.13 with venv found (megatron-core's training package needs one)." >&2
+    echo "  Install one (for instance: apt install python3.12-venv, or pyenv install 3.12), or name it: PRIMUS_TURBO_PYTHON=/path/to/python3.12" >&2
+    return 1
+}
+
+turbo_venv() {
+    local extras="$1" dir="${PRIMUS_TURBO_VENV:-$TURBO_ROOT/.venv}" base stamp
+    PYTHON="$dir/bin/python"
+    if [ ! -x "$PYTHON" ]; then
+        base="$(turbo_find_python)" || return 1
+        echo "making a virtual environment in ${dir#"$PWD"/} with $("$base" --version)"
+        "$base" -m venv "$dir" || return 1
+    fi
+    stamp="$dir/.turbo-$(echo "$extras" | tr ',' '-')-$(cksum <"$TURBO_ROOT/pyproject.toml" | tr ' ' '-')"
+    if [ ! -e "$stamp" ]; then
+        echo "installing primus-turbo-plugin[$extras] (torch and megatron-core come from the package index; minutes the first time)"
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check -e "$TURBO_ROOT[$extras]" ${TURBO_PIP_ARGS:-} || return 1
+        touch "$stamp"
+    fi
+}
