@@ -1,0 +1,168 @@
+"""The kernel registry: which backend serves a request, by an explicit order, with a reason for every refusal.
+
+Nothing here is mutable. A caller selects a `Backend` once and passes the object along, from forward to backward, so that both
+run the same kernels:
+
+    backend = default_registry().select("gemm_nt", GemmRequest.of(a, b, out_dtype), order=plan.kernels.get("gemm_nt"))
+    y = backend.kernels.gemm_nt(a, b, out_dtype=out_dtype)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Generic, TypeVar
+
+from primus_turbo_plugin.errors import ConfigError, UnsupportedError
+from primus_turbo_plugin.kernels.requests import Request
+
+RequestT = TypeVar("RequestT", bound=Request)
+
+_BACKEND_MODULES = (
+    "primus_turbo_plugin.kernels.torch_native.gemm",
+    "primus_turbo_plugin.kernels.reference.gemm",
+    "primus_turbo_plugin.kernels.reference.quantize",
+)
+"""Modules that define `BACKEND`, best first: this is the order in which a request without an order is offered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend(Generic[RequestT]):
+    """One implementation of one op.
+
+    Attributes:
+        name: What a user writes in an order: `reference`, `torch`, `triton`...
+        request: The request type it answers; names the op.
+        kernels: Module (or namespace) with the functions that `request.functions` lists.
+        supports: None when the request can be served, otherwise the reason why not.
+    """
+
+    name: str
+    request: type[RequestT]
+    kernels: Any
+    supports: Callable[[RequestT], str | None]
+
+    @property
+    def op(self) -> str:
+        return self.request.op
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Who serves a request. `backend` is None when nobody does; `refusals` are the reasons of those asked before."""
+
+    request: Request
+    backend: Backend[Any] | None
+    refusals: Mapping[str, str]
+
+
+class KernelRegistry:
+    """An immutable set of backends, in default order.
+
+    Args:
+        backends: All backends; for one op, the order is the default preference.
+
+    Raises:
+        ConfigError: Two backends of one op share a name, or one lacks a function its op needs.
+    """
+
+    def __init__(self, backends: Iterable[Backend[Any]]) -> None:
+        by_op: dict[str, dict[str, Backend[Any]]] = {}
+        for backend in backends:
+            named = by_op.setdefault(backend.op, {})
+            if backend.name in named:
+                raise ConfigError(f"kernel registry: {backend.op}: two backends are named {backend.name!r}. Rename one.")
+            missing = [name for name in backend.request.functions if not callable(getattr(backend.kernels, name, None))]
+            if missing:
+                raise ConfigError(
+                    f"kernel registry: {backend.op}: backend {backend.name!r} must define {', '.join(missing)}."
+                )
+            named[backend.name] = backend
+        self._by_op = by_op
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return tuple(self._by_op)
+
+    def names(self, op: str) -> tuple[str, ...]:
+        """Backends of an op in default order."""
+        return tuple(self._backends(op))
+
+    def backend(self, op: str, name: str) -> Backend[Any]:
+        """The backend of that name, whatever it supports."""
+        named = self._backends(op)
+        if name not in named:
+            raise ConfigError(f"kernels: {op}: {_unknown('backend', name, named)}")
+        return named[name]
+
+    def select(self, op: str, request: Request, order: Iterable[str] | None = None) -> Backend[Any]:
+        """The first backend in `order` that supports the request.
+
+        Args:
+            op: Name of the op, for instance `gemm_nt`.
+            request: A request of that op.
+            order: Backend names, best first; nothing outside it is considered. None takes the default order.
+
+        Raises:
+            ConfigError: `op` or a name in `order` is unknown, or the order is empty.
+            UnsupportedError: Nobody in the order supports the request; holds everyone's reason.
+        """
+        choice = self._choose(op, request, order)
+        if choice.backend is None:
+            raise UnsupportedError(
+                f"kernels: no backend can do {request}. Allow another backend for {op!r}, or change what is asked.",
+                choice.refusals,
+            )
+        return choice.backend
+
+    def explain(self, device: str, orders: Mapping[str, Iterable[str]] | None = None) -> tuple[Choice, ...]:
+        """Who serves typical requests of every op on a device.
+
+        Args:
+            device: Device type, `cpu` or `cuda`.
+            orders: Order of backends for an op; ops left out use the default order.
+        """
+        orders = orders or {}
+        for op in orders:
+            self._backends(op)
+        choices = []
+        for op, named in self._by_op.items():
+            request_type = next(iter(named.values())).request
+            choices += [self._choose(op, example, orders.get(op)) for example in request_type.examples(device)]
+        return tuple(choices)
+
+    def _choose(self, op: str, request: Request, order: Iterable[str] | None) -> Choice:
+        if request.op != op:
+            raise ConfigError(f"kernels: {op}: the request must be one for {op!r}, got one for {request.op!r}.")
+        names = self.names(op) if order is None else tuple(order)
+        if not names:
+            raise ConfigError(f"kernels: {op}: the order must name a backend. Known: {', '.join(self.names(op))}.")
+        candidates = [self.backend(op, name) for name in names]
+        refusals: dict[str, str] = {}
+        for backend in candidates:
+            reason = backend.supports(request)
+            if reason is None:
+                return Choice(request=request, backend=backend, refusals=refusals)
+            refusals[backend.name] = reason
+        return Choice(request=request, backend=None, refusals=refusals)
+
+    def _backends(self, op: str) -> dict[str, Backend[Any]]:
+        if op not in self._by_op:
+            raise ConfigError(f"kernels: {_unknown('op', op, self._by_op)}")
+        return self._by_op[op]
+
+
+def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    choices = list(known)
+    near = get_close_matches(name, choices, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown {kind} {name!r}.{hint} Known: {', '.join(choices)}."
+
+
+@functools.cache
+def default_registry() -> KernelRegistry:
+    """The registry of all backends in this package."""
+    return KernelRegistry(importlib.import_module(name).BACKEND for name in _BACKEND_MODULES)

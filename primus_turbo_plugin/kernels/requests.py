@@ -1,0 +1,124 @@
+"""What is asked of a kernel: one typed request per op. A backend answers it with None or with a reason why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from primus_turbo_plugin.precision.quant_spec import QuantSpec
+from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Base of all requests. A subclass names its op, the functions a backend must have for it, and examples.
+
+    Attributes:
+        device: Device type the tensors are on, `cpu` or `cuda` (which is also ROCm).
+    """
+
+    op: ClassVar[str] = ""
+    functions: ClassVar[tuple[str, ...]] = ()
+
+    device: str
+
+    @classmethod
+    def examples(cls, device: str) -> tuple[Request, ...]:
+        """Typical requests on a device; `KernelRegistry.explain` reports who serves each."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizeRequest(Request):
+    """Quantise x `[rows, cols]`, along the rows, the columns or both.
+
+    Attributes:
+        dtype: dtype of x.
+        row_spec: Spec of the copy with contraction along cols, or None.
+        col_spec: Spec of the columnwise copy, contraction along rows, or None.
+    """
+
+    op: ClassVar[str] = "quantize"
+    functions: ClassVar[tuple[str, ...]] = ("quantize", "quantize_both")
+
+    dtype: torch.dtype
+    row_spec: QuantSpec | None = None
+    col_spec: QuantSpec | None = None
+
+    @classmethod
+    def of(cls, x: torch.Tensor, row_spec: QuantSpec | None, col_spec: QuantSpec | None = None) -> QuantizeRequest:
+        return cls(device=x.device.type, dtype=x.dtype, row_spec=row_spec, col_spec=col_spec)
+
+    @classmethod
+    def examples(cls, device: str) -> tuple[Request, ...]:
+        rotated = QuantSpec(format="mxfp4", hadamard=16)
+        formats = [QuantSpec(format=name) for name in ("mxfp4", "mxfp8", "fp8")]
+        pairs = [(formats[0], rotated), (formats[1], formats[1]), (formats[2], formats[2])]
+        return tuple(cls(device=device, dtype=torch.bfloat16, row_spec=row, col_spec=col) for row, col in pairs)
+
+    def __str__(self) -> str:
+        specs = [f"rows {self.row_spec}"] if self.row_spec else []
+        specs += [f"columns {self.col_spec}"] if self.col_spec else []
+        return f"quantize {_short(self.dtype)} on {self.device}: {', '.join(specs)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmRequest(Request):
+    """y[M, N] = a[M, K] @ b[N, K].T, with fp32 accumulation.
+
+    Attributes:
+        a: dtype of a plain operand, or spec of a quantised one.
+        b: As `a`.
+        out_dtype: dtype of the result.
+        bias: Whether a bias [N] is added.
+        accumulate: Whether the product is added to an existing fp32 output.
+    """
+
+    op: ClassVar[str] = "gemm_nt"
+    functions: ClassVar[tuple[str, ...]] = ("gemm_nt",)
+
+    a: torch.dtype | QuantSpec
+    b: torch.dtype | QuantSpec
+    out_dtype: torch.dtype
+    bias: bool = False
+    accumulate: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        a: torch.Tensor | QuantizedTensor,
+        b: torch.Tensor | QuantizedTensor,
+        out_dtype: torch.dtype,
+        *,
+        bias: bool = False,
+        accumulate: bool = False,
+    ) -> GemmRequest:
+        kinds = [operand.spec if isinstance(operand, QuantizedTensor) else operand.dtype for operand in (a, b)]
+        return cls(
+            device=a.device.type, a=kinds[0], b=kinds[1], out_dtype=out_dtype, bias=bias, accumulate=accumulate
+        )
+
+    @classmethod
+    def examples(cls, device: str) -> tuple[Request, ...]:
+        kinds: list[torch.dtype | QuantSpec] = [torch.bfloat16]
+        kinds += [QuantSpec(format=name) for name in ("mxfp4", "mxfp8", "fp8")]
+        return tuple(cls(device=device, a=kind, b=kind, out_dtype=torch.bfloat16) for kind in kinds)
+
+    @property
+    def is_plain(self) -> bool:
+        """Neither operand is quantised."""
+        return isinstance(self.a, torch.dtype) and isinstance(self.b, torch.dtype)
+
+    def __str__(self) -> str:
+        a, b = (_short(kind) if isinstance(kind, torch.dtype) else str(kind) for kind in (self.a, self.b))
+        accumulate = " (accumulating)" if self.accumulate else ""
+        return f"gemm_nt {a} x {b} -> {_short(self.out_dtype)}{accumulate} on {self.device}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Backend `torch`: what torch itself does best."""
