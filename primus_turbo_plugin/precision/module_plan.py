@@ -17,7 +17,8 @@ from primus_turbo_plugin.precision.recipe import LinearPrecision
 class KernelOrders(Mapping[str, tuple[str, ...]]):
     """For each op, the backends that may serve it, first choice first; those not listed are not used.
 
-    Every op has an order: `orders["gemm"]` is the op's own, else `default`. An empty order means the registry's own.
+    `orders.get("gemm_nt")` is what `KernelRegistry.select` takes: the op's own order, else `default`, else None, which is the
+    registry's own order. Iteration gives the ops that have an order of their own.
 
     Attributes:
         default: The order of ops that have none of their own.
@@ -47,7 +48,10 @@ class KernelOrders(Mapping[str, tuple[str, ...]]):
         return {**default, **{op: list(order) for op, order in self.by_op}}
 
     def __getitem__(self, op: str) -> tuple[str, ...]:
-        return dict(self.by_op).get(op, self.default)
+        order = dict(self.by_op).get(op, self.default)
+        if not order:
+            raise KeyError(op)
+        return order
 
     def __iter__(self) -> Iterator[str]:
         return (op for op, _ in self.by_op)
