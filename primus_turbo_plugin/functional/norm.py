@@ -1,12 +1,13 @@
 """RMS norm and layer norm as differentiable functions over plain tensors.
 
-fprop   y = xhat * gamma (+ bias), see kernels/reference/norm.py for the formulas, backward included
+fprop   y = xhat * gamma (+ bias); formulas, backward included, in kernels/reference/norm.py
 Saved   x, weight and the row statistics (fp32 [tokens], two for layer norm). y is never saved and x is saved as it came
         (a strided view stays a view), so a norm adds 4 or 8 bytes a token to what the layer before it already keeps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,10 +15,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from primus_turbo_plugin.errors import ShapeError
-from primus_turbo_plugin.kernels.reference import norm as reference
+from primus_turbo_plugin.kernels.norm import NormRequest
+from primus_turbo_plugin.kernels.registry import default_registry
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool = False, kernels: Sequence[str] = ()
+) -> Tensor:
     """y = x * rsqrt(mean(x^2) + eps) * gamma over the last dimension.
 
     Args:
@@ -25,19 +29,43 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool
         weight: [hidden], any float dtype.
         eps: Added to the mean square.
         zero_centered_gamma: gamma = 1 + weight.
+        kernels: Backends that may serve it, first choice first; empty for the registry's order.
 
     Returns:
         [..., hidden] in x's dtype.
 
     Raises:
         ShapeError: weight does not match x's last dimension, or a dtype is not a float.
+        UnsupportedError: No backend of `kernels` can do it.
     """
     _check("rms_norm", x, weight=weight)
-    return _RMSNorm.apply(x, weight, eps, zero_centered_gamma)
+    backend = default_registry().select("norm", NormRequest.of("rms_norm", x, weight), kernels or None)
+    return _RMSNorm.apply(x, weight, eps, zero_centered_gamma, backend.kernels)
+
+
+def rms_norm_residual(
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool = False, kernels: Sequence[str] = ()
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm`, and x again for the residual branch, whose gradient is added inside the norm's backward.
+
+    The sum of the two gradients of x is rounded once and costs no pass of its own.
+
+    Returns:
+        y [..., hidden] as `rms_norm`'s, and x.
+    """
+    _check("rms_norm", x, weight=weight)
+    backend = default_registry().select("norm", NormRequest.of("rms_norm", x, weight), kernels or None)
+    return _RMSNormResidual.apply(x, weight, eps, zero_centered_gamma, backend.kernels)
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered_gamma: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    zero_centered_gamma: bool = False,
+    kernels: Sequence[str] = (),
 ) -> Tensor:
     """y = (x - mean(x)) * rsqrt(var(x) + eps) * gamma + bias over the last dimension.
 
@@ -47,35 +75,53 @@ def layer_norm(
         bias: [hidden], any float dtype, or None.
         eps: Added to the variance.
         zero_centered_gamma: gamma = 1 + weight.
+        kernels: Backends that may serve it, first choice first; empty for the registry's order.
 
     Returns:
         [..., hidden] in x's dtype.
 
     Raises:
         ShapeError: weight or bias does not match x's last dimension, or a dtype is not a float.
+        UnsupportedError: No backend of `kernels` can do it.
     """
     _check("layer_norm", x, weight=weight, bias=bias)
-    return _LayerNorm.apply(x, weight, bias, eps, zero_centered_gamma)
+    backend = default_registry().select("norm", NormRequest.of("layer_norm", x, weight), kernels or None)
+    return _LayerNorm.apply(x, weight, bias, eps, zero_centered_gamma, backend.kernels)
 
 
 class _RMSNorm(Function):
     """Saves x, weight, rstd."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
-        y, rstd = reference.rms_norm_fwd(_rows(x), weight, eps, zero_centered_gamma=zero_centered_gamma)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool, kernels: Any) -> Tensor:
+        y, rstd = kernels.rms_norm_fwd(_rows(x), weight, eps, zero_centered_gamma=zero_centered_gamma)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.zero_centered_gamma = zero_centered_gamma
+        ctx.zero_centered_gamma, ctx.kernels = zero_centered_gamma, kernels
         return y.view(x.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, dresidual: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        dx, dweight = reference.rms_norm_bwd(
-            _rows(dy), _rows(x), weight, rstd, zero_centered_gamma=ctx.zero_centered_gamma
+        dx, dweight = ctx.kernels.rms_norm_bwd(
+            _rows(dy),
+            _rows(x),
+            weight,
+            rstd,
+            zero_centered_gamma=ctx.zero_centered_gamma,
+            dresidual=None if dresidual is None else _rows(dresidual),
         )
-        return dx.view(x.shape), dweight.to(weight.dtype), None, None
+        return dx.view(x.shape), dweight.to(weight.dtype), None, None, None
+
+
+class _RMSNormResidual(_RMSNorm):
+    """As `_RMSNorm`, with x as a second output."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool, kernels: Any
+    ) -> tuple[Tensor, Tensor]:
+        return _RMSNorm.forward(ctx, x, weight, eps, zero_centered_gamma, kernels), x.view_as(x)
 
 
 class _LayerNorm(Function):
@@ -83,22 +129,23 @@ class _LayerNorm(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool, kernels: Any
     ) -> Tensor:
-        y, mean, rstd = reference.layer_norm_fwd(_rows(x), weight, bias, eps, zero_centered_gamma=zero_centered_gamma)
+        y, mean, rstd = kernels.layer_norm_fwd(_rows(x), weight, bias, eps, zero_centered_gamma=zero_centered_gamma)
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.zero_centered_gamma, ctx.bias_dtype = zero_centered_gamma, None if bias is None else bias.dtype
+        ctx.zero_centered_gamma, ctx.kernels = zero_centered_gamma, kernels
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return y.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
-        dx, dweight, dbias = reference.layer_norm_bwd(
+        dx, dweight, dbias = ctx.kernels.layer_norm_bwd(
             _rows(dy), _rows(x), weight, mean, rstd, zero_centered_gamma=ctx.zero_centered_gamma
         )
         dbias = None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype)
-        return dx.view(x.shape), dweight.to(weight.dtype), dbias, None, None
+        return dx.view(x.shape), dweight.to(weight.dtype), dbias, None, None, None
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -7,14 +7,19 @@ Math      rms norm    rstd = rsqrt(mean(x^2) + eps);             xhat = x * rstd
           layer norm  dx = rstd * (g - mean(g) - xhat * mean(g * xhat));    dweight as above;  dbias = sum_tokens dy
 Layout    x, y, dy, dx [tokens, hidden];  weight, bias and their gradients [hidden];  rstd, mean [tokens]
 Cost      memory-bound: forward 2 passes of tokens * hidden elements, backward 3, and fp32 copies of them meanwhile
-Numerics  everything inside in fp32 (fp64 for fp64 inputs); y and dx are rounded once, at the end, to x's dtype; rstd, mean,
-          dweight and dbias are returned in the inner precision. x and weight may differ in dtype
+Numerics  everything inside in fp32 (fp64 for fp64 inputs); y and dx are rounded once, at the end, to x's dtype; rstd,
+          mean, dweight and dbias are returned in the inner precision. x and weight may differ in dtype
 """
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
+
+from primus_turbo_plugin.kernels.norm import NormRequest
+from primus_turbo_plugin.kernels.registry import Backend
 
 
 def rms_norm_fwd(x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool = False) -> tuple[Tensor, Tensor]:
@@ -37,7 +42,13 @@ def rms_norm_fwd(x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: 
 
 
 def rms_norm_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, zero_centered_gamma: bool = False
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+    dresidual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm_fwd`.
 
@@ -47,6 +58,7 @@ def rms_norm_bwd(
         weight: [hidden].
         rstd: [tokens], from the forward.
         zero_centered_gamma: As in the forward.
+        dresidual: [tokens, hidden], a second gradient of x, added to dx before it is rounded.
 
     Returns:
         dx [tokens, hidden] in x's dtype and dweight [hidden] in rstd's dtype.
@@ -56,6 +68,8 @@ def rms_norm_bwd(
     x_hat = x.to(inner) * rstd
     grad_x_hat = dy_inner * _gamma(weight, zero_centered_gamma, inner)
     dx = rstd * (grad_x_hat - x_hat * (grad_x_hat * x_hat).mean(-1, keepdim=True))
+    if dresidual is not None:
+        dx = dx + dresidual.to(inner)
     dweight = (dy_inner * x_hat).sum(0)
     return dx.to(x.dtype), dweight
 
@@ -119,3 +133,11 @@ def _inner_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
 def _gamma(weight: Tensor, zero_centered: bool, inner: torch.dtype) -> Tensor:
     gamma = weight.to(inner)
     return gamma + 1 if zero_centered else gamma
+
+
+def supports(request: NormRequest) -> str | None:
+    """Everything."""
+    return None
+
+
+BACKEND = Backend(name="reference", request=NormRequest, kernels=sys.modules[__name__], supports=supports)

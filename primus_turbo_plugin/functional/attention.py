@@ -1,0 +1,248 @@
+"""Attention as a differentiable function over plain tensors, on one rank or over a context-parallel group.
+
+fprop   out = softmax(scale * q @ k.T + bias, with sinks) @ v; formulas, backward included, in kernels/reference/attention.py
+Saved   q, k, v as they came (strided views stay views), out and lse (fp32 [batch, heads, queries]), bias and sinks; the dropout's
+        kept positions where there is dropout. No probabilities.
+Context parallelism: each rank holds chunks r and 2 * size - 1 - r of every sequence and gathers the others' keys and values. The
+        backward gathers again rather than keep `size` times the memory, and reduce-scatters dk and dv in fp32: they are rounded
+        once, after the sum. Collectives: forward 1 all-gather, backward 1 all-gather and 1 reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from primus_turbo_plugin.communication.collectives import Group, all_gather, group_size, reduce_scatter
+from primus_turbo_plugin.errors import ShapeError
+from primus_turbo_plugin.kernels.attention import (
+    AttentionMask,
+    AttentionOptions,
+    AttentionRequest,
+    Dropout,
+    ZigZag,
+)
+from primus_turbo_plugin.kernels.attention_spans import natural_order
+from primus_turbo_plugin.kernels.registry import default_registry
+
+Layout = Literal["sbhd", "bshd", "thd"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout = "sbhd",
+    mask: AttentionMask | None = None,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    dropout: Dropout | None = None,
+    deterministic: bool = False,
+    context_group: Group | None = None,
+    kernels: Sequence[str] = (),
+) -> Tensor:
+    """softmax(scale * q @ k.T + bias) @ v, with grouped keys, narrower values, masks, windows, packed sequences, sinks, dropout.
+
+    Args:
+        q: `layout` names the dimensions: sequence, batch, heads, dim; `t` is the tokens of all packed sequences. Any strides.
+        k: Likewise, with `groups` heads, a divisor of q's.
+        v: Likewise, with `groups` heads and any dim.
+        layout: "thd" exactly when `mask.packing` is given.
+        mask: Which query sees which key; None for all. Under a context group `zigzag` is filled in here.
+        scale: On the scores; None for 1 / sqrt(dim).
+        bias: [batch | 1, heads | 1, queries | 1, keys | 1], added to the scaled scores.
+        sinks: [heads], a logit in each row's softmax that carries no value.
+        softcap: scores become softcap * tanh(scores / softcap); 0 is off.
+        dropout: Of the probabilities, as what is kept.
+        deterministic: Only kernels that give the same bits every run will do.
+        context_group: Ranks that share the sequences, each holding chunks r and 2 * size - 1 - r of every one. A mask tensor or
+            bias then has this rank's queries and all keys, in the sequences' own order.
+        kernels: Backends that may serve it, first choice first; empty for the registry's order.
+
+    Returns:
+        As q, with v's dim, contiguous in `layout`.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit each other, or a sequence does not divide into the group's chunks.
+        UnsupportedError: No backend of `kernels` can do it.
+    """
+    mask = mask or AttentionMask()
+    if context_group is not None and context_group.size() > 1:
+        mask = replace(mask, zigzag=ZigZag(rank=context_group.rank(), size=context_group.size()))
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    options = AttentionOptions(scale=scale, mask=mask, softcap=softcap, dropout=dropout, deterministic=deterministic)
+    _check(q, k, v, layout, options, bias, sinks, group_size(context_group))
+    q_view, k_view, v_view = (_batch_first(x, layout) for x in (q, k, v))
+    request = AttentionRequest.of(q_view, k_view, v_view, options, bias=bias, sinks=sinks)
+    backend = default_registry().select("attention", request, kernels or None)
+    call = _Call(layout, options, context_group, backend.kernels)
+    return _Attention.apply(q, k, v, bias, sinks, call)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What forward and backward of one call share."""
+
+    layout: Layout
+    options: AttentionOptions
+    group: Group | None
+    kernels: Any
+
+    @property
+    def gathers(self) -> bool:
+        return self.options.mask.zigzag is not None
+
+
+class _Attention(Function):
+    """Saves q, k, v, out, lse, bias, sinks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, call: _Call
+    ) -> Tensor:
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        keys, values = _whole(k, v, call)
+        _, lse = call.kernels.attention_fwd(
+            _batch_first(q, call.layout),
+            keys,
+            values,
+            call.options,
+            bias=bias,
+            sinks=sinks,
+            out=_batch_first(out, call.layout),
+        )
+        ctx.save_for_backward(q, k, v, out, lse, bias, sinks)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, bias, sinks = ctx.saved_tensors
+        call: _Call = ctx.call
+        keys, values = _whole(k, v, call)
+        dq, dk, dv, dbias, dsinks = call.kernels.attention_bwd(
+            _batch_first(dout, call.layout),
+            _batch_first(q, call.layout),
+            keys,
+            values,
+            _batch_first(out, call.layout),
+            lse,
+            call.options,
+            bias=bias,
+            sinks=sinks,
+            kv_grad_dtype=lse.dtype if call.gathers else None,
+        )
+        dk, dv = _shares(dk, dv, k, v, call)
+        dbias = dbias if bias is None else dbias.to(bias.dtype)
+        dsinks = dsinks if sinks is None else dsinks.to(sinks.dtype)
+        return _as_laid_out(dq, call.layout), dk, dv, dbias, dsinks, None
+
+
+def _whole(k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    """All keys and values, [batch, keys, groups, dim], gathered from the group into the sequences' own order."""
+    if not call.gathers:
+        return _batch_first(k, call.layout), _batch_first(v, call.layout)
+    both = torch.cat((_seq_first(k, call.layout), _seq_first(v, call.layout)), -1)  # [keys, batch, groups, dim + v_dim]
+    gathered = all_gather(both, call.group).wait()
+    ordered = gathered[_order(both.shape[0], call).to(gathered.device)].transpose(0, 1)
+    keys, values = ordered.split((k.shape[-1], v.shape[-1]), -1)
+    return keys, values
+
+
+def _shares(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    """This rank's dk and dv in k's layout: the sum over the group of what each rank found for its queries."""
+    if not call.gathers:
+        return _as_laid_out(dk, call.layout), _as_laid_out(dv, call.layout)
+    ordered = torch.cat((dk, dv), -1).transpose(0, 1)  # [keys, batch, groups, dim + v_dim], fp32
+    tokens = _seq_first(k, call.layout).shape[0]
+    gathered = ordered.new_zeros(tokens * group_size(call.group), *ordered.shape[1:])
+    gathered[_order(tokens, call).to(gathered.device)] = ordered
+    share = reduce_scatter(gathered, call.group).wait().to(k.dtype)
+    dk, dv = share.transpose(0, 1).split((k.shape[-1], v.shape[-1]), -1)
+    return _as_laid_out(dk, call.layout), _as_laid_out(dv, call.layout)
+
+
+def _order(tokens_per_rank: int, call: _Call) -> Tensor:
+    return natural_order(call.options.mask.packing, tokens_per_rank, group_size(call.group))
+
+
+def _batch_first(x: Tensor, layout: Layout) -> Tensor:
+    """A `[batch, seq, heads, dim]` view."""
+    if layout == "thd":
+        return x.unsqueeze(0)
+    return x.transpose(0, 1) if layout == "sbhd" else x
+
+
+def _as_laid_out(x: Tensor, layout: Layout) -> Tensor:
+    """The inverse of `_batch_first`."""
+    if layout == "thd":
+        return x.squeeze(0)
+    return x.transpose(0, 1) if layout == "sbhd" else x
+
+
+def _seq_first(x: Tensor, layout: Layout) -> Tensor:
+    """A `[seq, batch, heads, dim]` view."""
+    return _batch_first(x, layout).transpose(0, 1)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    options: AttentionOptions,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    context_size: int,
+) -> None:
+    mask, dropout = options.mask, options.dropout
+    _check_shapes(q, k, v, layout, packed=mask.packing is not None)
+    batch, queries, heads, _ = _batch_first(q, layout).shape
+    scores = [batch, heads, queries, _batch_first(k, layout).shape[1] * context_size]
+    if sinks is not None and sinks.shape != (heads,):
+        raise ShapeError(f"attention: sinks must be [heads] = [{heads}], got {list(sinks.shape)}.")
+    for name, value in (("mask", mask.masked), ("bias", bias)):
+        if value is None:
+            continue
+        if mask.packing is not None:
+            raise ShapeError(
+                f"attention: packed sequences take no {name} tensor, their lengths say who sees whom. Pass {name}=None."
+            )
+        if value.dim() != 4 or any(size not in (1, full) for size, full in zip(value.shape, scores)):
+            raise ShapeError(
+                f"attention: the {name} must broadcast to [batch, heads, queries, keys] = {scores}, got {list(value.shape)}."
+            )
+    if mask.masked is not None and mask.masked.dtype != torch.bool:
+        raise ShapeError(f"attention: the mask must be bool, True where a key is not seen, got {mask.masked.dtype}.")
+    if dropout is not None and list(dropout.keep.shape) != scores:
+        raise ShapeError(
+            f"attention: dropout.keep must be [batch, heads, queries, keys] = {scores}, got {list(dropout.keep.shape)}."
+        )
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, packed: bool) -> None:
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if (layout == "thd") != packed:
+        raise ShapeError(
+            f"attention: layout 'thd' and packed lengths go together, got layout {layout!r} and {'' if packed else 'no '}lengths."
+        )
+    if not q.dim() == k.dim() == v.dim() == len(layout):
+        raise ShapeError(f"attention: layout {layout!r} needs {len(layout)} dimensions, got {shapes}.")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ShapeError(f"attention: q, k and v must share a float dtype, got {q.dtype}, {k.dtype}, {v.dtype}.")
+    q, k = _batch_first(q, layout), _batch_first(k, layout)
+    if k.shape[:-1] != _batch_first(v, layout).shape[:-1] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ShapeError(f"attention ({layout}): batch, keys, groups and the dim of q and k must agree, got {shapes}.")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ShapeError(f"attention ({layout}): the heads of k and v must divide those of q, got {shapes}.")
