@@ -142,14 +142,20 @@ class KernelRegistry:
         names = self.names(op) if order is None else tuple(order)
         if not names:
             raise ConfigError(f"kernels: {op}: the order must name a backend. Known: {', '.join(self.names(op))}.")
-        candidates = [self.backend(op, name) for name in names]
+        candidates = {name: self._candidate(op, name) for name in names}
         refusals: dict[str, str] = {}
-        for backend in candidates:
-            reason = backend.supports(request)
-            if reason is None:
+        for name, backend in candidates.items():
+            reason = backend.supports(request) if backend else f"has no kernels for {op!r}"
+            if backend and reason is None:
                 return Choice(request=request, backend=backend, refusals=refusals)
-            refusals[backend.name] = reason
+            refusals[name] = str(reason)
         return Choice(request=request, backend=None, refusals=refusals)
+
+    def _candidate(self, op: str, name: str) -> Backend[Any] | None:
+        """The backend of that name; None if it serves other ops only, so that one order may be given for every op."""
+        if name not in self._backends(op) and any(name in named for named in self._by_op.values()):
+            return None
+        return self.backend(op, name)
 
     def _backends(self, op: str) -> dict[str, Backend[Any]]:
         if op not in self._by_op:

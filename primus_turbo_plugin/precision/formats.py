@@ -5,6 +5,7 @@ Source: OCP Microscaling Formats (MX) v1.0, sections 5.2 and 5.3 (E2M1, E4M3, E5
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -79,8 +80,8 @@ class ElementType:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """What torch calls this type; `QuantizedTensor.data` holds the same bytes as uint8."""
-        return {"e2m1": torch.float4_e2m1fn_x2, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[self.name]
+        """What torch calls this type; `QuantizedTensor.data` holds the same bytes as uint8. FP4 needs torch 2.8."""
+        return getattr(torch, {"e2m1": "float4_e2m1fn_x2", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[self.name])
 
 
 E2M1 = ElementType(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, emax=2, max_value=6.0)
@@ -127,17 +128,28 @@ def decode_e8m0(byte: int) -> float:
     return float("nan") if byte == E8M0_NAN else 2.0 ** (byte - E8M0_BIAS)
 
 
-@lru_cache(maxsize=32)
-def element_table(name: str, device: torch.device) -> torch.Tensor:
-    """Values of all 256 bytes of packed codes, fp32 `[256, codes_per_byte]` (low nibble first). Read-only."""
-    element = ELEMENT_TYPES[name]
-    per_byte, bits = element.codes_per_byte, element.bits
-    mask = (1 << bits) - 1
-    rows = [[decode_code(element, (byte >> (bits * i)) & mask) for i in range(per_byte)] for byte in range(256)]
-    return torch.tensor(rows, dtype=torch.float32, device=device)
+def element_table(element: ElementType, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Values of all 256 bytes of packed codes, fp32 `[256, codes_per_byte]`, low nibble first."""
+    return _as_tensor(_element_table_bytes(element), device).view(256, element.codes_per_byte)
 
 
-@lru_cache(maxsize=8)
-def e8m0_table(device: torch.device) -> torch.Tensor:
-    """Values of all 256 E8M0 bytes, fp32 `[256]`; 2^-127 is an fp32 subnormal and exact. Read-only."""
-    return torch.tensor([decode_e8m0(byte) for byte in range(256)], dtype=torch.float32, device=device)
+def e8m0_table(device: torch.device | str = "cpu") -> torch.Tensor:
+    """Values of all 256 E8M0 bytes, fp32 `[256]`; 2^-127 is an fp32 subnormal and exact."""
+    return _as_tensor(_e8m0_table_bytes(), device)
+
+
+# Cached as bytes, not as tensors: a tensor made under a fake or functional tensor mode must not outlive it.
+@lru_cache(maxsize=len(ELEMENT_TYPES))
+def _element_table_bytes(element: ElementType) -> bytearray:
+    bits, mask = element.bits, (1 << element.bits) - 1
+    codes = ((byte >> (bits * i)) & mask for byte in range(256) for i in range(element.codes_per_byte))
+    return bytearray(array("f", (decode_code(element, code) for code in codes)).tobytes())
+
+
+@lru_cache(maxsize=1)
+def _e8m0_table_bytes() -> bytearray:
+    return bytearray(array("f", (decode_e8m0(byte) for byte in range(256))).tobytes())
+
+
+def _as_tensor(values: bytearray, device: torch.device | str) -> torch.Tensor:
+    return torch.frombuffer(values, dtype=torch.float32).to(device, copy=True)

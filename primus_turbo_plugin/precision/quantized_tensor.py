@@ -11,6 +11,12 @@ from primus_turbo_plugin.precision.formats import e8m0_table, element_table
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.rotation import rotation_signs, unrotate
 
+_CHUNK_ELEMENTS = 1 << 20
+"""Elements dequantised at once."""
+
+_WORD_OF = {1: torch.int32, 2: torch.int64}
+"""Integer that holds the fp32 values of one byte of codes."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedTensor:
@@ -73,44 +79,63 @@ class QuantizedTensor:
         """`block_scale` as fp32 factors, its shape unchanged."""
         if not self.spec.is_mx:
             return self.block_scale
-        return e8m0_table(self.device)[self.block_scale.int()]
+        table = e8m0_table(self.device)
+        return table.index_select(0, self.block_scale.flatten().int()).view(self.block_scale.shape)
 
-    def decode(self, dtype: torch.dtype = torch.float32, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Stored values code * block_scale of rows start..stop, `[rows, padded_contraction]`: padding kept, still rotated.
+    def decode(self, start: int = 0, stop: int | None = None, *, scaled: bool = True) -> torch.Tensor:
+        """Stored values of the rows start ... stop - 1: padding kept, still rotated. This is what a GEMM multiplies.
 
-        This is what a GEMM multiplies. In fp32 every product is exact for the MX formats (a code times a power of two), short of
-        overflow in the top binade.
+        A code times an E8M0 scale is exact in fp32, short of overflow in the uppermost binades; a code times an FP8 scale is
+        rounded once.
+
+        Args:
+            start: First row.
+            stop: One past the last row; None for all.
+            scaled: Multiply by `block_scale`; otherwise the values of the codes alone.
+
+        Returns:
+            fp32 `[stop - start, padded_contraction]`.
         """
         stop = self.outer if stop is None else stop
-        rows, padded = stop - start, self.padded_contraction
-        table = element_table(self.spec.element_type.name, self.device)
-        values = table[self.data[start:stop].int()].view(rows, padded)
-        block_outer, block_contraction = self.spec.block_shape
-        scale = self.scale_value()
-        if block_outer == 1:
-            scale = scale[start:stop]
-        elif block_outer > 1:
-            index = torch.arange(start, stop, device=self.device) // block_outer
-            scale = scale[index]
-        if block_contraction:
-            values = values.view(rows, padded // block_contraction, block_contraction) * scale.unsqueeze(-1)
-        else:
-            values = values * scale
-        return values.view(rows, padded).to(dtype)
+        values = self._code_values(self.data[start:stop])
+        if scaled and values.numel():
+            block_outer, block_contraction = self.spec.block_shape
+            scale = self.scale_value()
+            if block_outer:  # a scale for each row
+                scale = scale[torch.arange(start, stop, device=self.device) // block_outer]
+            blocks = values.view(stop - start, -1, block_contraction or self.padded_contraction)
+            blocks *= scale.unsqueeze(-1)
+        return values
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The operand these codes stand for, `[outer, contraction]`: rotation undone (in fp32), padding dropped."""
-        values = self.decode(torch.float32)
-        if self.spec.hadamard:
-            signs = self.signs()
-            values = unrotate(values, self.spec.hadamard, signs)
-        return values[:, : self.contraction].to(dtype)
+        result = torch.empty(self.shape, dtype=dtype, device=self.device)
+        step = max(_CHUNK_ELEMENTS // max(self.padded_contraction, 1), 1)
+        for start in range(0, self.outer, step):
+            stop = min(start + step, self.outer)
+            values = self.decode(start, stop)
+            if self.spec.hadamard:
+                values = unrotate(values, self.spec.hadamard, self.signs())
+            result[start:stop] = values[:, : self.contraction]
+        return result
 
     def signs(self) -> torch.Tensor | None:
         """Signs of the rotation, fp32 `[hadamard]`, or None."""
         if not self.spec.random_signs:
             return None
-        return rotation_signs(self.spec.hadamard, self.signs_seed).to(self.device)
+        return rotation_signs(self.spec.hadamard, self.signs_seed, self.device)
+
+    def _code_values(self, data: torch.Tensor) -> torch.Tensor:
+        """fp32 values of packed codes `[rows, bytes]`, by table: one look-up a byte, of 4 or (two FP4 values) 8 bytes."""
+        rows, row_bytes = data.shape
+        per_byte = self.spec.element_type.codes_per_byte
+        table = element_table(self.spec.element_type, self.device).view(_WORD_OF[per_byte]).view(256)
+        words = torch.empty(rows * row_bytes, dtype=table.dtype, device=self.device)
+        flat = data.reshape(-1)
+        for start in range(0, flat.numel(), _CHUNK_ELEMENTS):  # bounds the int32 copy of the indices
+            piece = flat[start : start + _CHUNK_ELEMENTS]
+            torch.index_select(table, 0, piece.int(), out=words[start : start + _CHUNK_ELEMENTS])
+        return words.view(torch.float32).view(rows, row_bytes * per_byte)
 
 
 def _require(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:

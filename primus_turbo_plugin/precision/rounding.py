@@ -1,13 +1,12 @@
 """Counter-based random bits for stochastic rounding: Philox4x32-10 in plain integer arithmetic.
 
-Element i of a quantised operand gets 32 random bits that depend only on the key and on i, its index
-`outer * padded_contraction + contraction` in the whole operand: not on how the work is chunked, nor on a layout, nor on how many
-draws were made before. Element i takes word i % 4 of
+Element (o, c) of a quantised operand `[outer, padded_contraction]` gets 32 random bits that depend on the key and on (o, c) alone:
+not on how the work is chunked, nor on a memory layout, nor on how many draws were made before. It takes word c % 4 of
 
-    philox4x32_10(counter = (lo(i // 4), hi(i // 4), rank, k2 ^ copy), key = (k0, k1))
+    philox4x32_10(counter = (lo(i), hi(i), rank, k2 ^ columnwise), key = (k0, k1)),  i = o * ceil(padded_contraction / 4) + c // 4
     (k0, k1, k2, _) = philox4x32_10(counter = (lo(draw), hi(draw), lo(tensor), hi(tensor)), key = (lo(seed), hi(seed)))
 
-where lo and hi are the halves of a 64-bit integer and copy is 1 for a columnwise copy, so that the two copies of one tensor are
+where lo and hi are the halves of a 64-bit integer and columnwise is 1 for a columnwise copy: the two copies of one tensor are
 rounded independently.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
@@ -26,6 +25,8 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
+
+WORDS_PER_COUNTER = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +53,12 @@ class RoundingKey:
 
     def words(self, columnwise: bool = False) -> tuple[int, int, int, int]:
         """(k0, k1, c2, c3): the two key words and the two upper counter words of this quantisation."""
-        counter = (*_halves(self.draw), *_halves(self.tensor))
-        k0, k1, k2, _ = philox4x32_scalar(counter, _halves(self.seed))
+        k0, k1, k2, _ = philox4x32_scalar((*halves(self.draw), *halves(self.tensor)), halves(self.seed))
         return k0, k1, self.rank & _MASK32, k2 ^ int(columnwise)
 
 
-def _halves(value: int) -> tuple[int, int]:
+def halves(value: int) -> tuple[int, int]:
+    """(low, high) 32-bit halves of an integer modulo 2^64."""
     value &= _MASK64
     return value & _MASK32, value >> 32
 
@@ -72,47 +73,64 @@ def philox4x32_scalar(counter: tuple[int, int, int, int], key: tuple[int, int]) 
     return c0, c1, c2, c3
 
 
-def philox4x32(counter: torch.Tensor, k0: int, k1: int, c2: int, c3: int) -> torch.Tensor:
-    """Philox4x32-10 of the counters (lo(counter), hi(counter), c2, c3).
+def philox4x32(counter: torch.Tensor, k0: int, k1: int, c2: int, c3: int) -> tuple[torch.Tensor, ...]:
+    """Philox4x32-10 of the counters (lo(counter), hi(counter), c2, c3) under the key (k0, k1).
 
     Args:
-        counter: int64 `[n]`, the low 64 bits of each counter.
+        counter: int64, any shape: the low 64 bits of each counter.
         k0: First key word.
         k1: Second key word.
         c2: Third counter word.
         c3: Fourth counter word.
 
     Returns:
-        int64 `[n, 4]`, four words in [0, 2^32) each.
+        Four int64 tensors of that shape, words in [0, 2^32).
     """
     # A product of two 32-bit words wraps in int64, but its 64 bits are right: hi and lo are masked out of them.
     x0, x1 = counter & _MASK32, (counter >> 32) & _MASK32
     x2, x3 = torch.full_like(counter, c2), torch.full_like(counter, c3)
     for _ in range(_ROUNDS):
         p0, p1 = x0 * _M0, x2 * _M1
-        x0, x2 = ((p1 >> 32) & _MASK32) ^ x1 ^ k0, ((p0 >> 32) & _MASK32) ^ x3 ^ k1
-        x1, x3 = p1 & _MASK32, p0 & _MASK32
+        x0 = (p1 >> 32).bitwise_and_(_MASK32).bitwise_xor_(x1).bitwise_xor_(k0)
+        x2 = (p0 >> 32).bitwise_and_(_MASK32).bitwise_xor_(x3).bitwise_xor_(k1)
+        x1, x3 = p1.bitwise_and_(_MASK32), p0.bitwise_and_(_MASK32)
         k0, k1 = (k0 + _W0) & _MASK32, (k1 + _W1) & _MASK32
-    return torch.stack((x0, x1, x2, x3), dim=-1)
+    return x0, x1, x2, x3
 
 
 def random_words(
-    key: RoundingKey, start: int, count: int, *, columnwise: bool = False, device: torch.device | str = "cpu"
+    key: RoundingKey,
+    outer: range,
+    contraction: range,
+    padded_contraction: int,
+    *,
+    columnwise: bool = False,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """32 random bits for each of the elements `start ... start + count - 1`.
+    """32 random bits for each element of a piece of an operand `[outer, padded_contraction]`.
 
     Args:
         key: Whose bits.
-        start: Index of the first element in the whole operand.
-        count: Number of elements.
-        columnwise: Whether the operand is the columnwise copy.
+        outer: Rows of the piece.
+        contraction: Columns of the piece; it starts at a multiple of 4.
+        padded_contraction: Stored length of the whole operand's contraction axis.
+        columnwise: Whether the operand is a columnwise copy; the piece is then returned transposed, as its source lies.
         device: Where to compute.
 
     Returns:
-        int64 `[count]`, values in [0, 2^32).
+        int64 `[len(outer), len(contraction)]`, or its transpose for a columnwise copy; values in [0, 2^32).
     """
-    k0, k1, c2, c3 = key.words(columnwise)
-    first, last = start // 4, -(-(start + count) // 4)
-    counter = torch.arange(first, last, dtype=torch.int64, device=device)
-    words = philox4x32(counter, k0, k1, c2, c3).view(-1)
-    return words[start - 4 * first : start - 4 * first + count]
+    assert contraction.start % WORDS_PER_COUNTER == 0, contraction
+    groups = torch.arange(
+        contraction.start // WORDS_PER_COUNTER,
+        -(-contraction.stop // WORDS_PER_COUNTER),
+        dtype=torch.int64,
+        device=device,
+    )
+    rows = torch.arange(outer.start, outer.stop, dtype=torch.int64, device=device)
+    rows *= -(-padded_contraction // WORDS_PER_COUNTER)
+    if columnwise:
+        words = torch.stack(philox4x32(groups[:, None] + rows, *key.words(True)), dim=1)  # [groups, 4, outer]
+        return words.view(-1, len(outer))[: len(contraction)]
+    words = torch.stack(philox4x32(rows[:, None] + groups, *key.words()), dim=2)  # [outer, groups, 4]
+    return words.view(len(outer), -1)[:, : len(contraction)]
