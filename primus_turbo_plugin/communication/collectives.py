@@ -1,0 +1,139 @@
+"""The collectives of tensor parallelism over plain tensors, without autograd.
+
+Rows are tokens; with sequence parallelism each rank holds a contiguous run of them, in rank order.
+
+    all_gather           [rows, ...]     -> [size * rows, ...]      rank r's rows from r * rows on
+    all_gather_last_dim  [rows, columns] -> [rows, size * columns]  rank r's columns from r * columns on
+    reduce_scatter       [rows, ...]     -> [rows / size, ...]      this rank's rows of the sum
+    all_reduce           any shape       -> the sum
+
+Each starts its transfer at once and returns a `Pending`; compute that does not need the result goes between the call and
+`wait()`. Every rank must call them in the same order. Empty tensors and groups of one transfer nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeAlias, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from primus_turbo_plugin.errors import ShapeError
+
+Group: TypeAlias = dist.ProcessGroup
+T = TypeVar("T")
+
+
+class Pending(Generic[T]):
+    """A result that may still be on its way.
+
+    Args:
+        finish: Gives the result once the transfers are done. It holds whatever they read, which keeps that alive until then.
+        works: The transfers in flight.
+    """
+
+    __slots__ = ("_finish", "_works")
+
+    def __init__(self, finish: Callable[[], T], *works: dist.Work) -> None:
+        self._finish = finish
+        self._works = works
+
+    def wait(self) -> T:
+        """The result. On a GPU the current stream waits, not the host. To be called once."""
+        for work in self._works:
+            work.wait()
+        return self._finish()
+
+
+def ready(result: T) -> Pending[T]:
+    """A result that needs no transfer."""
+    return Pending(lambda: result)
+
+
+def group_size(group: Group | None) -> int:
+    """Number of ranks; no group is a group of one."""
+    return 1 if group is None else group.size()
+
+
+def all_gather(x: Tensor, group: Group | None) -> Pending[Tensor]:
+    """Concatenates the ranks' tensors along the first dimension, in rank order.
+
+    Args:
+        x: [rows, ...], the same shape and dtype on every rank, any strides.
+        group: The ranks; None for this one alone.
+
+    Returns:
+        [size * rows, ...] in x's dtype.
+    """
+    size = group_size(group)
+    if size == 1:
+        return ready(x)
+    gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
+    if x.numel() == 0:
+        return ready(gathered)
+    source = x.contiguous()
+    work = dist.all_gather_into_tensor(gathered, source, group=group, async_op=True)
+    return Pending(lambda source=source: gathered, work)  # type: ignore[misc]
+
+
+def all_gather_last_dim(x: Tensor, group: Group | None) -> Pending[Tensor]:
+    """Concatenates the ranks' tensors along the last dimension, in rank order: one transfer and one copy.
+
+    Args:
+        x: [rows, columns], the same shape and dtype on every rank, any strides.
+        group: The ranks; None for this one alone.
+
+    Returns:
+        [rows, size * columns] in x's dtype, contiguous.
+    """
+    size, (rows, columns) = group_size(group), x.shape
+    if size == 1:
+        return ready(x)
+    stacked = all_gather(x.unsqueeze(0), group)
+    return Pending(lambda: stacked.wait().transpose(0, 1).reshape(rows, size * columns))
+
+
+def reduce_scatter(x: Tensor, group: Group | None) -> Pending[Tensor]:
+    """Sums the ranks' tensors and keeps this rank's share of the rows.
+
+    Args:
+        x: [size * rows, ...], the same shape and dtype on every rank, any strides.
+        group: The ranks; None for this one alone.
+
+    Returns:
+        [rows, ...] in x's dtype.
+
+    Raises:
+        ShapeError: The rows do not divide by the group's size.
+    """
+    size = group_size(group)
+    if size == 1:
+        return ready(x)
+    if x.shape[0] % size:
+        raise ShapeError(
+            f"reduce_scatter: the {x.shape[0]} rows of {list(x.shape)} must divide by the group's size {size}. "
+            "Pad the sequence to a multiple of the tensor-parallel size."
+        )
+    share = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    if x.numel() == 0:
+        return ready(share)
+    source = x.contiguous()
+    work = dist.reduce_scatter_tensor(share, source, group=group, async_op=True)
+    return Pending(lambda source=source: share, work)  # type: ignore[misc]
+
+
+def all_reduce(x: Tensor, group: Group | None) -> Pending[Tensor]:
+    """Sums the ranks' tensors.
+
+    Args:
+        x: The same shape and dtype on every rank. A contiguous one is overwritten with the sum, so it must be the caller's own.
+        group: The ranks; None for this one alone.
+
+    Returns:
+        The sum, in x's shape and dtype.
+    """
+    if group_size(group) == 1 or x.numel() == 0:
+        return ready(x)
+    total = x.contiguous()
+    return Pending(lambda: total, dist.all_reduce(total, group=group, async_op=True))

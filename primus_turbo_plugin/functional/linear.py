@@ -1,0 +1,200 @@
+"""Linear layer y = x @ w.T + b with quantised GEMMs, tensor and sequence parallelism, and gradients straight into a buffer.
+
+T tokens, K inputs, N outputs, p ranks; Q(t) is t along its features, quantised or not, Q'(t) the columnwise copy of t,
+transposed and quantised along tokens (rotated first, where the recipe says so). Which of the six are quantised is the plan's.
+
+column      x [T, K] on every rank, or the rank's tokens [T/p, K] with sequence parallelism;   w [N/p, K],  y [T, N/p]
+    fprop       y  = Q(AG(x)) @ Q(w).T + b            AG: all-gather, only with sequence parallelism
+    dgrad       dx = RS(Q(dy) @ Q'(w).T)              RS: reduce-scatter with sequence parallelism, else an all-reduce
+    wgrad       dw = Q'(dy) @ Q'(AG(x)).T
+    dbias       db = sum_T dy
+row         x [T, K/p];   w [N, K/p];   y [T, N] on every rank, or the rank's tokens [T/p, N] with sequence parallelism
+    fprop       y  = RS(Q(x) @ Q(w).T) + b
+    dgrad       dx = Q(AG(dy)) @ Q'(w).T              without sequence parallelism dy is whole already
+    wgrad       dw = Q'(AG(dy)) @ Q'(x).T
+    dbias       db = sum_T dy                         of the rank's tokens; the caller sums it over ranks
+none        the same without collectives
+
+Saved       for dgrad: Q'(w), a reference to the weight's cached copy, or w itself where dgrad takes it unquantised
+            for wgrad: Q'(x), else x itself. MXFP4 keeps 0.53 bytes an element, MXFP8 1.03, BF16 2; with sequence parallelism of
+            the rank's tokens only, gathered again in backward (quantised where no block lies across ranks, else as x).
+            Nothing for a GEMM that will not run: a frozen weight keeps no x, an input without gradient no w.
+Order       backward starts AG(x) before dgrad and RS(dx) before wgrad, so that each transfer has a GEMM to hide under. The
+            collectives, their order and, unquantised, the GEMM calls are those of Megatron-Core's linears: the same bits.
+Equality    quantised shards carry the codes of the whole tensor wherever no block lies across ranks, so TP=p multiplies the
+            numbers TP=1 does; only the order of the sums over ranks differs. Not so for FP8 `tensorwise` and `rowwise`, whose
+            scales span a rank's shard.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from primus_turbo_plugin.communication.collectives import Pending, all_reduce, ready, reduce_scatter
+from primus_turbo_plugin.errors import ShapeError
+from primus_turbo_plugin.functional.linear_call import LinearCall
+from primus_turbo_plugin.functional.linear_kernels import Operand
+from primus_turbo_plugin.functional.linear_operands import (
+    columnwise,
+    gather_for_wgrad,
+    gather_gradient,
+    gather_input,
+    local_operands,
+    save_operands,
+    saved_operands,
+    weight_operands,
+)
+from primus_turbo_plugin.functional.wgrad import compute_wgrad
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
+    """y = x @ weight.T + bias, split over ranks as `call.parallel` says.
+
+    Under autocast both operands are cast to its dtype, as `torch.matmul` would do; nothing inside is cast again.
+
+    Args:
+        x: [tokens, in] of this rank, bf16, fp16 or fp32 (fp64 where nothing is quantised), any strides, any number of tokens.
+        weight: [out, in] of this rank, x's dtype.
+        bias: [out], x's dtype, or None. Of this rank in `column` mode; in `row` mode the whole one, added after the reduction.
+        call: Plan, kernels, split, and where gradients go.
+
+    Returns:
+        [tokens, out] in x's dtype (or autocast's): all tokens in `column` mode, this rank's tokens for sequence-parallel `row`.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not match, or a contraction needs padding that the plan refuses.
+    """
+    dtype = compute_dtype(x)
+    _check(x, weight, bias, call)
+    with torch.autocast(x.device.type, enabled=False):
+        y: Tensor = _Linear.apply(x.to(dtype), weight, bias, call, torch.is_grad_enabled())
+    return y
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a linear of x multiplies in: autocast's where it is on, else x's."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+class _Linear(Function):
+    """See the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, grad_enabled: bool
+    ) -> Tensor:
+        with_dgrad, with_wgrad = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
+        _check_contractions(call, x, weight, with_dgrad=with_dgrad, with_wgrad=with_wgrad)
+        ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
+        x_row: Operand | None
+        if call.parallel.gathers_input:
+            x_row, x_kept = gather_input(call, x, column=with_wgrad)
+        else:
+            x_row, x_kept = local_operands(call, "x", x, row=True, column=with_wgrad)
+        w_row, w_column = weight_operands(call, weight, row=True, column=with_dgrad or call.transpose_weight)
+        assert x_row is not None
+        assert w_row is not None
+        y = _reduce_output(call, call.kernels.gemm_nt("fprop", x_row, w_row)).wait()
+        save_operands(ctx, x=x_kept, w=w_column if with_dgrad else None)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: LinearCall = ctx.call
+        with_dgrad, with_wgrad, with_dbias = ctx.needs_input_grad[:3]
+        saved = saved_operands(ctx)
+        with torch.autocast(dy.device.type, enabled=False):
+            deferred = with_wgrad and call.defer is not None and call.defer(dy)
+            x_arriving = _start_input(call, saved["x"]) if with_wgrad and not deferred else None
+            dy_row, dy_column = _gradient_operands(call, dy, row=with_dgrad, column=x_arriving is not None)
+            dx = _start_dgrad(call, dy_row, saved["w"])
+            dw = _wgrad(call, dy_column, x_arriving)
+            if deferred:
+                assert call.sink is not None
+                dw = call.sink.delivered()
+            db = dy.sum(0).to(ctx.bias_dtype) if with_dbias else None
+            return dx.wait(), dw, db, None, None
+
+
+def _reduce_output(call: LinearCall, y: Tensor) -> Pending[Tensor]:
+    if call.parallel.scatters_output:
+        return reduce_scatter(y, call.parallel.group)
+    return all_reduce(y, call.parallel.group) if call.parallel.sums("row") else ready(y)
+
+
+def _start_input(call: LinearCall, kept: Operand | None) -> Pending[Operand]:
+    assert kept is not None
+    return gather_for_wgrad(call, kept) if call.parallel.gathers_input else ready(kept)
+
+
+def _gradient_operands(
+    call: LinearCall, dy: Tensor, *, row: bool, column: bool
+) -> tuple[Operand | None, Operand | None]:
+    if not row and not column:
+        return None, None
+    if call.parallel.scatters_output:
+        return gather_gradient(call, dy, row=row, column=column)
+    return local_operands(call, "dy", dy, row=row, column=column)
+
+
+def _start_dgrad(call: LinearCall, dy_row: Operand | None, w: Operand | None) -> Pending[Tensor | None]:
+    """dx = dy @ w, its reduction under way."""
+    if dy_row is None or w is None:
+        return ready(None)
+    dx = call.kernels.gemm_nt("dgrad", dy_row, columnwise(w))
+    if call.parallel.gathers_input:
+        return Pending(reduce_scatter(dx, call.parallel.group).wait)
+    return Pending(all_reduce(dx, call.parallel.group).wait) if call.parallel.sums("column") else ready(dx)
+
+
+def _wgrad(call: LinearCall, dy_column: Operand | None, x_arriving: Pending[Operand] | None) -> Tensor | None:
+    """dw, or what autograd gets in its place; None where it is put off or not wanted."""
+    if dy_column is None or x_arriving is None:
+        return None
+    x_column = x_arriving.wait()  # even when put off: collectives stay in backward, in one order on every rank
+    if isinstance(dy_column, Tensor):
+        dy_column = dy_column.contiguous()
+
+    def compute() -> Tensor | None:
+        dw = compute_wgrad(call.kernels, columnwise(dy_column), columnwise(x_column), call.sink)
+        placeholder = None if call.sink is None else call.sink.delivered()
+        return placeholder if dw is None else dw
+
+    if call.delay is None:
+        return compute()
+    call.delay(compute)
+    return None
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> None:
+    where = call.plan.path or "linear"
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ShapeError(
+            f"{where}: x must be [tokens, in] and weight [out, in], got {list(x.shape)} and {list(weight.shape)}. "
+            "Flatten the leading dimensions of x, and check the layer's input size."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ShapeError(f"{where}: bias must be [out] = [{weight.shape[0]}], got {list(bias.shape)}.")
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ShapeError(
+                f"{where}: x and {name} must share a dtype, got {x.dtype} and {t.dtype}. "
+                f"Cast x, build the layer with params_dtype={x.dtype}, or run under autocast."
+            )
+
+
+def _check_contractions(call: LinearCall, x: Tensor, weight: Tensor, *, with_dgrad: bool, with_wgrad: bool) -> None:
+    call.check_contraction("fprop", "K", weight.shape[1])
+    if with_dgrad:
+        call.check_contraction("dgrad", "N", weight.shape[0])
+    if with_wgrad:
+        tokens = x.shape[0] * (call.parallel.size if call.parallel.gathers_input else 1)
+        call.check_contraction("wgrad", "tokens", tokens)

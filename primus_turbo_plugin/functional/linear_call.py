@@ -1,0 +1,143 @@
+"""What a linear layer needs besides its tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from primus_turbo_plugin.communication.collectives import Group, group_size
+from primus_turbo_plugin.errors import ConfigError, ShapeError
+from primus_turbo_plugin.functional.linear_kernels import LinearKernels
+from primus_turbo_plugin.functional.weight_cache import WeightCache
+from primus_turbo_plugin.functional.wgrad import GradientSink
+from primus_turbo_plugin.precision.module_plan import ModulePlan, contraction_multiple
+from primus_turbo_plugin.precision.presets import GEMM_OPERANDS
+from primus_turbo_plugin.precision.rounding import RoundingKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorParallel:
+    """How a layer is split over a group of ranks, and which collectives it does itself.
+
+    Attributes:
+        mode: `column`: each rank holds rows of the weight; `row`: columns of it; `none`: all of it, and no collective.
+        group: The ranks; None is a group of one.
+        sequence_parallel: Outside the layer each rank holds its share of the tokens: column gathers x, row scatters y.
+        reduce: Without sequence parallelism, sum dx (column) or y (row) over the group. False leaves the partial sums
+            to the caller, as Megatron's experts and its `disable_grad_reduce` do.
+
+    Raises:
+        ConfigError: `none` with a group, or sequence parallelism without one of the other two.
+    """
+
+    mode: Literal["none", "column", "row"] = "none"
+    group: Group | None = None
+    sequence_parallel: bool = False
+    reduce: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("none", "column", "row"):
+            raise ConfigError(f"TensorParallel: mode must be 'none', 'column' or 'row', got {self.mode!r}.")
+        if self.mode == "none" and (self.group is not None or self.sequence_parallel):
+            raise ConfigError(
+                "TensorParallel: mode 'none' has no collective; pass neither a group nor sequence_parallel."
+            )
+
+    @property
+    def size(self) -> int:
+        return group_size(self.group)
+
+    @property
+    def gathers_input(self) -> bool:
+        """x arrives as this rank's tokens and is needed whole; dx leaves summed, as this rank's tokens."""
+        return self.mode == "column" and self.sequence_parallel and self.size > 1
+
+    @property
+    def scatters_output(self) -> bool:
+        """y leaves summed, as this rank's tokens; dy arrives so and is needed whole."""
+        return self.mode == "row" and self.sequence_parallel and self.size > 1
+
+    def sums(self, mode: str) -> bool:
+        """Whether an all-reduce of the whole tensor is due in a layer of that mode."""
+        return self.mode == mode and self.reduce and not self.sequence_parallel and self.size > 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rounding:
+    """The random bits of one forward and its backward, for recipes that round stochastically.
+
+    Attributes:
+        seed: The recipe's rounding seed.
+        draw: A number drawn for this forward.
+        rank: Global rank.
+        path: The module's path: layers must not share their bits.
+    """
+
+    seed: int
+    draw: int
+    rank: int
+    path: str
+
+    def key(self, operand: str) -> RoundingKey:
+        """The key of x, w or dy."""
+        digest = hashlib.blake2b(f"{self.path}/{operand}".encode(), digest_size=8).digest()
+        return RoundingKey(seed=self.seed, draw=self.draw, tensor=int.from_bytes(digest, "little"), rank=self.rank)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearCall:
+    """Everything about one call of `linear` that is not a tensor.
+
+    Attributes:
+        plan: Precision, padding rule, names for messages.
+        kernels: Chosen for the plan, the device and the dtypes at hand.
+        parallel: Split and collectives.
+        sink: Where dw is accumulated; None returns it to autograd.
+        delay: Takes the computation of dw, to be run later; None runs it in backward.
+        defer: Asked in backward, with dy [tokens, out]: True takes dw over altogether (deferred embedding gradients).
+        cache: Quantised copies of the weight, kept between calls; None quantises in every forward.
+        transpose_weight: Make the weight's copy for dgrad even though nothing here asks for a gradient: the first pass of an
+            activation recomputation runs so, and the second should find it.
+        rounding: Random bits; needed when the recipe rounds stochastically.
+    """
+
+    plan: ModulePlan
+    kernels: LinearKernels
+    parallel: TensorParallel = field(default_factory=TensorParallel)
+    sink: GradientSink | None = None
+    delay: Callable[[Callable[[], Tensor | None]], None] | None = None
+    defer: Callable[[Tensor], bool] | None = None
+    cache: WeightCache | None = None
+    transpose_weight: bool = False
+    rounding: Rounding | None = None
+
+    def __post_init__(self) -> None:
+        if self.plan.precision.is_stochastic and self.rounding is None:
+            raise ConfigError(
+                f"{self.plan.path or 'linear'}: recipe {self.plan.recipe!r} rounds stochastically and needs random bits, "
+                "got rounding=None. Draw a number for this forward and pass Rounding(seed=..., draw=..., rank=..., path=...)."
+            )
+
+    def key(self, operand: str) -> RoundingKey | None:
+        """Random bits of x, w or dy; None when everything is rounded to nearest."""
+        return None if self.rounding is None else self.rounding.key(operand)
+
+    def check_contraction(self, gemm: str, symbol: str, length: int) -> None:
+        """Refuses a contraction that would be padded, where the plan says so.
+
+        Raises:
+            ShapeError: Names recipe, module, GEMM, multiple, length and remedy.
+        """
+        precision = self.plan.precision
+        multiple = contraction_multiple(*precision.gemm(gemm))
+        if precision.padding == "refuse" and length % multiple:
+            path = self.plan.path or "linear"
+            raise ShapeError(
+                f"recipe '{self.plan.recipe}', {path}: {symbol}, the contraction of {gemm} "
+                f"({' and '.join(GEMM_OPERANDS[gemm])}), must be a multiple of {multiple}, got {length}. "
+                f"Change the size, set 'padding: pad', or pin this module: modules: {{{path!r}: bf16}}."
+            )

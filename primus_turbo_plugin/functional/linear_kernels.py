@@ -1,0 +1,113 @@
+"""The kernels one linear layer runs, chosen before its first forward and kept for its backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from primus_turbo_plugin.kernels.registry import Backend, KernelRegistry, default_registry
+from primus_turbo_plugin.kernels.requests import GemmRequest, QuantizeRequest
+from primus_turbo_plugin.precision.module_plan import ModulePlan
+from primus_turbo_plugin.precision.quant_spec import QuantSpec
+from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+from primus_turbo_plugin.precision.rounding import RoundingKey
+
+Operand: TypeAlias = Tensor | QuantizedTensor
+OPERANDS = ("x", "w", "dy")
+"""The three tensors of a linear; each has a row copy for one GEMM and a columnwise copy for another."""
+
+_ROW_GEMM = {"x": "fprop", "w": "fprop", "dy": "dgrad"}
+_COLUMN_GEMM = {"x": "wgrad", "w": "dgrad", "dy": "wgrad"}
+
+
+@dataclass(frozen=True, slots=True)
+class LinearKernels:
+    """A backend for every GEMM and every quantisation of a layer.
+
+    Attributes:
+        plan: What was asked for.
+        dtype: The dtype the GEMMs compute in and y, dx are returned in.
+        wgrad_dtype: dtype of dw as the GEMM writes it: the weight's, or fp32 towards a `main_grad`.
+        gemms: Backend of fprop, dgrad, wgrad.
+        quantizers: Backend that quantises x, w, dy; those used as they are have none.
+    """
+
+    plan: ModulePlan
+    dtype: torch.dtype
+    wgrad_dtype: torch.dtype
+    gemms: dict[str, Backend[GemmRequest]]
+    quantizers: dict[str, Backend[QuantizeRequest]]
+
+    @classmethod
+    def select(
+        cls,
+        plan: ModulePlan,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        wgrad_dtype: torch.dtype,
+        accumulate: bool,
+        registry: KernelRegistry | None = None,
+    ) -> LinearKernels:
+        """Chooses by the plan's orders, for forward and backward at once: what cannot run is refused before anything ran.
+
+        Args:
+            plan: Precision and kernel orders.
+            device: Where the tensors are.
+            dtype: Of x (and of the weight as it is multiplied).
+            wgrad_dtype: Of dw as the GEMM writes it.
+            accumulate: Whether the wgrad GEMM adds to an existing fp32 dw.
+            registry: The backends to choose from; None for all of this package.
+
+        Raises:
+            UnsupportedError: A GEMM or a quantisation is served by no backend in the plan's order; holds every reason.
+        """
+        registry = default_registry() if registry is None else registry
+        gemms: dict[str, Any] = {}
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            a, b = (spec if spec.is_quantized else dtype for spec in plan.precision.gemm(gemm))
+            out_dtype, adds = (wgrad_dtype, accumulate) if gemm == "wgrad" else (dtype, False)
+            request = GemmRequest(device=device.type, a=a, b=b, out_dtype=out_dtype, accumulate=adds)
+            gemms[gemm] = registry.select("gemm_nt", request, plan.kernels.get("gemm_nt"))
+        quantizers: dict[str, Any] = {}
+        for operand in OPERANDS:
+            row, column = operand_specs(plan, operand)
+            if row or column:
+                wanted = QuantizeRequest(device=device.type, dtype=dtype, row_spec=row, col_spec=column)
+                quantizers[operand] = registry.select("quantize", wanted, plan.kernels.get("quantize"))
+        return cls(plan=plan, dtype=dtype, wgrad_dtype=wgrad_dtype, gemms=gemms, quantizers=quantizers)
+
+    def gemm_nt(self, gemm: str, a: Operand, b: Operand, out: Tensor | None = None) -> Tensor:
+        """a [M, K] @ b [N, K].T -> [M, N]; with `out` (fp32) added to it in place. M, N or K may be 0."""
+        out_dtype = self.wgrad_dtype if gemm == "wgrad" else self.dtype
+        (rows, contraction), columns = a.shape, b.shape[0]
+        if 0 in (rows, contraction, columns):
+            return a_like(a, rows, columns, out_dtype) if out is None else out
+        y: Tensor = self.gemms[gemm].kernels.gemm_nt(a, b, out_dtype=out_dtype, out=out)
+        return y
+
+    def quantize(
+        self, operand: str, t: Tensor, row: QuantSpec | None, column: QuantSpec | None, key: RoundingKey | None
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """The row copy of t [rows, columns] and its columnwise copy [columns, rows], each where a spec is given."""
+        if row is None and column is None:
+            return None, None
+        copies: tuple[QuantizedTensor | None, QuantizedTensor | None] = self.quantizers[operand].kernels.quantize_both(
+            t, row, column, key=key, signs_seed=self.plan.precision.signs_seed
+        )
+        return copies
+
+
+def operand_specs(plan: ModulePlan, operand: str) -> tuple[QuantSpec | None, QuantSpec | None]:
+    """Specs of an operand's row copy and columnwise copy; None where that GEMM takes it unquantised."""
+    specs = (plan.precision.spec(gemm[operand], operand) for gemm in (_ROW_GEMM, _COLUMN_GEMM))
+    row, column = (spec if spec.is_quantized else None for spec in specs)
+    return row, column
+
+
+def a_like(a: Operand, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """What a GEMM without terms gives."""
+    return torch.zeros(rows, columns, dtype=dtype, device=a.device)

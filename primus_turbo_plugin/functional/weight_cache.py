@@ -1,0 +1,120 @@
+"""Quantised copies of a weight, kept from one microbatch to the next: quantised once per optimizer step.
+
+A weight changes in ways that torch does not always record. Writing through `.data`, as Megatron's distributed optimizer and
+its parameter all-gather do, leaves `_version` as it was. So a copy is reused only while all of this is as it was when it was
+made:
+
+    storage and strides   change with `weight.data = ...` or a move to another device; the old storage is kept meanwhile, so that
+                          no other takes its address
+    weight._version       with load_state_dict, copy_, optimizers that update parameters in place
+    generation            when the training loop announces a new step: `begin_step()`
+    optimizer steps       when any torch optimizer steps in this process
+
+and a layer passes its cache only where one of the last two is known to report every change. Elsewhere it quantises afresh.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+
+Copies = tuple[QuantizedTensor | None, QuantizedTensor | None]
+"""The weight's row copy (for fprop) and its columnwise copy (for dgrad)."""
+
+
+class OptimizerClock:
+    """Counts the optimizer steps of this process.
+
+    Megatron's optimizers end in a torch optimizer, whose public post-step hook is the only notice of a step that reaches a layer
+    in every release and with every wrapper. A step only ever makes copies stale, so counting other models' steps is harmless.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._handle = register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        self.steps += 1
+
+
+@functools.cache
+def optimizer_clock() -> OptimizerClock:
+    """The process's clock, started by the first layer that quantises its weight."""
+    return OptimizerClock()
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What a weight was when its copies were made: equal facts, equal weight.
+
+    Attributes:
+        facts: Everything that is compared, the storage's address first.
+        storage: Kept so that the address is not given to another weight meanwhile.
+    """
+
+    facts: tuple[Any, ...]
+    storage: torch.UntypedStorage
+
+
+class WeightCache:
+    """Copies of one weight.
+
+    Args:
+        clock: Counts optimizer steps; None takes the process's.
+
+    Attributes:
+        announced: Whether a training loop has ever announced a step here.
+    """
+
+    def __init__(self, clock: OptimizerClock | None = None) -> None:
+        self.clock = optimizer_clock() if clock is None else clock
+        self.announced = False
+        self._generation = 0
+        self._state: _State | None = None
+        self._copies: Copies = (None, None)
+
+    def begin_step(self) -> None:
+        """The weight may have changed since the last forward."""
+        self.announced = True
+        self._generation += 1
+
+    def clear(self) -> None:
+        """Frees the copies."""
+        self._state, self._copies = None, (None, None)
+
+    def copies(
+        self, weight: Tensor, dtype: torch.dtype, quantize: Callable[[bool, bool], Copies], *, row: bool, column: bool
+    ) -> Copies:
+        """Copies of the weight as it is now.
+
+        Args:
+            weight: [out, in].
+            dtype: What the weight is cast to before it is quantised.
+            quantize: Makes the row copy, the columnwise copy or both, as its two arguments say.
+            row: Whether the row copy is wanted.
+            column: Whether the columnwise copy is wanted.
+        """
+        if weight.is_inference():  # has no version
+            return quantize(row, column)
+        state = self._look(weight, dtype)
+        if self._state is None or self._state.facts != state.facts:
+            self._state, self._copies = state, (None, None)
+        have_row, have_column = self._copies
+        new_row, new_column = row and have_row is None, column and have_column is None
+        if new_row or new_column:
+            made_row, made_column = quantize(new_row, new_column)
+            self._copies = (made_row if new_row else have_row, made_column if new_column else have_column)
+        return self._copies
+
+    def _look(self, weight: Tensor, dtype: torch.dtype) -> _State:
+        storage = weight.untyped_storage()
+        layout = (weight.storage_offset(), weight.stride(), weight.shape, weight.dtype, dtype)
+        return _State((storage.data_ptr(), layout, weight._version, self._generation, self.clock.steps), storage)
