@@ -59,6 +59,9 @@ class KernelOrders(Mapping[str, tuple[str, ...]]):
     def __len__(self) -> int:
         return len(self.by_op)
 
+    def __bool__(self) -> bool:
+        return bool(self.default or self.by_op)
+
 
 def _order(value: Any, where: str) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value

@@ -1,0 +1,77 @@
+"""`primus-turbo`: tools around the package. `primus-turbo doctor` says what this machine can do and what is broken."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from primus_turbo_plugin import __version__
+from primus_turbo_plugin.errors import ConfigError, TurboError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand; returns its exit code. The environment is read here."""
+    args = build_parser().parse_args(argv)
+    run: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.run
+    try:
+        return run(args, os.environ)
+    except TurboError as error:
+        print(f"primus-turbo: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader (`| head`) has gone
+        sys.stdout = None  # type: ignore[assignment]
+        return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; an unknown subcommand is answered with those that exist."""
+    from primus_turbo_plugin.precision.config_sources import add_turbo_arguments
+
+    parser = argparse.ArgumentParser(prog="primus-turbo", description="Tools of the primus_turbo_plugin package.")
+    parser.add_argument("--version", action="version", version=f"primus-turbo-plugin {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    doctor = commands.add_parser(
+        "doctor",
+        help="device, versions, what serves each op, what is missing",
+        description="Reports the device, versions, what serves each op, and whether a configuration can be had here. "
+        "Exit code 1 when something that was asked for is broken.",
+    )
+    doctor.add_argument("--json", action="store_true", help="machine-readable output")
+    doctor.add_argument(
+        "--selftest", action="store_true", help="run every kernel on this device and compare its results"
+    )
+    doctor.add_argument(
+        "--config", dest="turbo_config", metavar="FILE", help="check this configuration; as --turbo-config"
+    )
+    add_turbo_arguments(doctor)
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _doctor(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    import dataclasses
+
+    from primus_turbo_plugin.diagnostics.doctor import examine
+    from primus_turbo_plugin.diagnostics.render import render
+    from primus_turbo_plugin.diagnostics.selftest import run_selftest
+    from primus_turbo_plugin.kernels.registry import default_registry
+    from primus_turbo_plugin.precision.config_sources import ResolvedConfig, resolve
+
+    resolved: ResolvedConfig | ConfigError
+    try:
+        resolved = resolve(args, environ)
+    except ConfigError as error:
+        resolved = error  # reported with everything else, so that one run shows all there is
+    report = examine(resolved, environ)
+    if args.selftest:
+        results = run_selftest(default_registry(), report.device.torch_device)
+        report = dataclasses.replace(report, selftest=results)
+    print(json.dumps(report.to_dict(), indent=2) if args.json else render(report))
+    return 0 if report.is_healthy else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

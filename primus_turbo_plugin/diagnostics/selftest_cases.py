@@ -1,0 +1,202 @@
+"""The cases of the self-test: what each op is given on the device, and the independent result it must equal.
+
+quantize   codes and scales equal the reference's on the CPU, bit for bit
+gemm_nt    inputs on the format's grid, whose sums are exact in fp32: equal to float64, bit for bit
+norm       float64 formula; bf16 results within one rounding, 2^-8 relative, of fp32-accurate ones
+attention  float64 softmax and its autograd gradients; bf16 tensors, so SNR of at least 40 dB
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from primus_turbo_plugin.kernels.attention import AttentionMask, AttentionOptions, AttentionRequest
+from primus_turbo_plugin.kernels.norm import NormRequest
+from primus_turbo_plugin.kernels.reference import quantize as reference_quantize
+from primus_turbo_plugin.kernels.requests import GemmRequest, QuantizeRequest, Request
+from primus_turbo_plugin.precision.formats import Format, ScaleRule
+from primus_turbo_plugin.precision.quant_spec import QuantSpec
+from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+from primus_turbo_plugin.precision.rounding import RoundingKey
+
+_SEED = 20260801
+_MIN_ATTENTION_SNR_DB = 40.0
+_NORM_RTOL = 2.0**-8
+
+#: (what is asked, how it is run and judged): the second returns None, or what is wrong.
+Case = tuple[Request, Callable[[Any, torch.device], str | None]]
+Operand: TypeAlias = "Tensor | QuantizedTensor"
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(_SEED)
+
+
+def _specs() -> tuple[QuantSpec, ...]:
+    """Every format, block shape, a rotation, and stochastic rounding, at least once each."""
+    return (
+        QuantSpec(format=Format.MXFP4),
+        QuantSpec(format=Format.MXFP4, hadamard=16),
+        QuantSpec(format=Format.MXFP4, hadamard=32, random_signs=True, rounding="stochastic"),
+        QuantSpec(format=Format.MXFP4, block="32x32"),
+        QuantSpec(format=Format.MXFP8),
+        QuantSpec(format=Format.MXFP8, element="e5m2", scale_rule=ScaleRule.FLOOR),
+        QuantSpec(format=Format.FP8, block="tensorwise"),
+        QuantSpec(format=Format.FP8, block="rowwise"),
+        QuantSpec(format=Format.FP8, block="1x128"),
+        QuantSpec(format=Format.FP8, block="128x128"),
+    )
+
+
+def quantize_cases(torch_device: str) -> Iterator[Case]:
+    x = torch.randn(96, 160, generator=_generator()) * torch.logspace(-6, 6, 96).unsqueeze(1)
+    x[5, :40] = 0.0
+    x[7, 3], x[9, 64] = torch.nan, torch.inf
+    x = x.to(torch.bfloat16)
+    key = RoundingKey(seed=_SEED, draw=1, tensor=2, rank=0)
+    for spec in _specs():
+        request = QuantizeRequest(device=torch_device, dtype=x.dtype, row_spec=spec, col_spec=spec)
+
+        def check(kernels: Any, device: torch.device, spec: QuantSpec = spec) -> str | None:
+            wanted = reference_quantize.quantize_both(x, spec, spec, key=key, signs_seed=3)
+            got = kernels.quantize_both(x.to(device), spec, spec, key=key, signs_seed=3)
+            for name, expected, actual in zip(("rowwise", "columnwise"), wanted, got):
+                for part in ("block_scale", "data"):
+                    left, right = getattr(expected, part), getattr(actual, part).cpu()
+                    if not torch.equal(_bits(left), _bits(right)):
+                        return _first_difference(f"{name} {part}", _bits(left), _bits(right))
+            return None
+
+        yield request, check
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Floats as integers, so that NaN equals NaN and -0 differs from 0."""
+    return tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
+
+
+def _first_difference(name: str, wanted: Tensor, got: Tensor) -> str:
+    where = (wanted != got).nonzero()
+    index = tuple(where[0].tolist())
+    values = f"{wanted[index].item()} wanted, {got[index].item()} got"
+    return f"{name}: {len(where)} of {wanted.numel()} differ, first at {index}: {values}"
+
+
+def gemm_cases(torch_device: str) -> Iterator[Case]:
+    """Small integers, and in each row's first place a value that makes every format's scale a power of two."""
+    generator = _generator()
+    a, b = (torch.randint(-4, 5, (rows, 256), generator=generator).to(torch.bfloat16) for rows in (40, 72))
+    quantized = [QuantSpec(format=item) for item in Format if item is not Format.BF16]
+    kinds: list[torch.dtype | QuantSpec] = [torch.bfloat16, *quantized]
+    for kind, accumulate in itertools.product(kinds, (False, True)):
+        peak = 448.0 if isinstance(kind, QuantSpec) and kind.format is Format.FP8 else 6.0
+        a[:, 0], b[:, 0] = peak, peak
+        operands = [_operand(tensor.clone(), kind) for tensor in (a, b)]
+        start = 8.0 if accumulate else 0.0
+        wanted = (_values(operands[0]) @ _values(operands[1]).T + start).float()
+
+        def check(
+            kernels: Any,
+            device: torch.device,
+            operands: list[Operand] = operands,
+            wanted: Tensor = wanted,
+            accumulate: bool = accumulate,
+        ) -> str | None:
+            out = torch.full(wanted.shape, 8.0, device=device) if accumulate else None
+            got = kernels.gemm_nt(*(_move(item, device) for item in operands), out_dtype=torch.float32, out=out).cpu()
+            return None if torch.equal(wanted, got) else _first_difference("y", wanted, got)
+
+        fp32 = torch.float32
+        yield GemmRequest(device=torch_device, a=kind, b=kind, out_dtype=fp32, accumulate=accumulate), check
+
+
+def _operand(tensor: Tensor, kind: torch.dtype | QuantSpec) -> Operand:
+    return reference_quantize.quantize(tensor, kind) if isinstance(kind, QuantSpec) else tensor
+
+
+def _values(operand: Operand) -> Tensor:
+    return (operand.dequantize(torch.float32) if isinstance(operand, QuantizedTensor) else operand).double()
+
+
+def _move(operand: Operand, device: torch.device) -> Operand:
+    if isinstance(operand, Tensor):
+        return operand.to(device)
+    moved = operand.data.to(device), operand.block_scale.to(device)
+    return QuantizedTensor(*moved, operand.spec, operand.shape, operand.signs_seed)
+
+
+def norm_cases(torch_device: str) -> Iterator[Case]:
+    generator = _generator()
+    x = torch.randn(33, 320, generator=generator, dtype=torch.float64).to(torch.bfloat16)
+    weight, dy = (
+        torch.randn(size, generator=generator, dtype=torch.float64).to(torch.bfloat16) for size in ((320,), (33, 320))
+    )
+    request = NormRequest(device=torch_device, kind="rms_norm", dtype=x.dtype, weight_dtype=x.dtype, hidden=320)
+
+    def check(kernels: Any, device: torch.device) -> str | None:
+        x64 = x.double().requires_grad_()
+        w64 = weight.double().requires_grad_()
+        y64 = x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + 1e-5) * w64
+        y64.backward(dy.double())
+        on_device = [tensor.to(device) for tensor in (dy, x, weight)]
+        y, rstd = kernels.rms_norm_fwd(*on_device[1:], 1e-5)
+        dx, dweight = kernels.rms_norm_bwd(*on_device, rstd)
+        pairs = {"y": (y64, y), "dx": (x64.grad, dx), "dweight": (w64.grad, dweight)}
+        for name, (wanted, got) in pairs.items():
+            assert wanted is not None
+            error = (got.cpu().double() - wanted).abs()
+            if not bool((error <= _NORM_RTOL * wanted.abs() + 1e-4).all()):
+                return f"{name}: off by {error.max().item():.3g}"
+        return None
+
+    yield request, check
+
+
+def attention_cases(torch_device: str) -> Iterator[Case]:
+    generator = _generator()
+    q, dout = (torch.randn(2, 48, 4, 32, generator=generator).to(torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(2, 48, 2, 32, generator=generator).to(torch.bfloat16) for _ in range(2))
+    options = AttentionOptions(scale=32**-0.5, mask=AttentionMask(causal=True))
+
+    def check(kernels: Any, device: torch.device) -> str | None:
+        inputs = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+        expected = _attention64(inputs[0], inputs[1], inputs[2], options.scale)
+        expected.backward(dout.double())
+        q_d, k_d, v_d, dout_d = (tensor.to(device) for tensor in (q, k, v, dout))
+        out, lse = kernels.attention_fwd(q_d, k_d, v_d, options)
+        grads = kernels.attention_bwd(dout_d, q_d, k_d, v_d, out, lse, options)[:3]
+        wanted = [expected, *(tensor.grad for tensor in inputs)]
+        for name, reference, got in zip(("out", "dq", "dk", "dv"), wanted, (out, *grads)):
+            assert reference is not None
+            error = (got.cpu().double() - reference).square().sum()
+            snr = 10 * torch.log10(reference.square().sum() / error).item()
+            if not snr >= _MIN_ATTENTION_SNR_DB:  # NaN fails too
+                return f"{name}: SNR {snr:.1f} dB, at least {_MIN_ATTENTION_SNR_DB:.0f} is required"
+        return None
+
+    request = AttentionRequest.of(q, k, v, options, bias=None, sinks=None)
+    yield dataclasses.replace(request, device=torch_device), check
+
+
+def _attention64(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention with grouped heads, spelled out: q [batch, seq, heads, dim], k and v [batch, seq, groups, dim]."""
+    repeat = q.shape[2] // k.shape[2]
+    k, v = (tensor.repeat_interleave(repeat, dim=2) for tensor in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+#: Op -> its cases on a device.
+CASES: dict[str, Callable[[str], Iterator[Case]]] = {
+    QuantizeRequest.op: quantize_cases,
+    GemmRequest.op: gemm_cases,
+    NormRequest.op: norm_cases,
+    AttentionRequest.op: attention_cases,
+}

@@ -1,0 +1,137 @@
+"""Which kernel serves what on this device, and whether it emulates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from primus_turbo_plugin.devices import FORMATS, Device
+from primus_turbo_plugin.errors import ConfigError, UnsupportedError
+from primus_turbo_plugin.kernels.registry import Choice, KernelRegistry
+from primus_turbo_plugin.kernels.requests import GemmRequest, QuantizeRequest, Request
+from primus_turbo_plugin.precision.module_plan import KernelOrders
+from primus_turbo_plugin.precision.presets import GEMM_OPERANDS
+from primus_turbo_plugin.precision.quant_spec import QuantSpec
+from primus_turbo_plugin.precision.recipe import LinearPrecision
+
+#: The backend that multiplies quantised operands by decoding them; every other one uses the device's matrix units.
+DECODING_BACKEND = "reference"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """Who serves a request.
+
+    Attributes:
+        op: The request's op.
+        request: The request in words.
+        formats: Formats of a GEMM's operands; empty for other ops.
+        backend: None where nobody does.
+        emulated: Why a quantised GEMM runs without units for its format; None where it has them, or needs none.
+        refusals: (backend, reason) of those that come first in the order and refused.
+    """
+
+    op: str
+    request: str
+    formats: tuple[str, ...]
+    backend: str | None
+    emulated: str | None
+    refusals: tuple[tuple[str, str], ...]
+
+
+def gemm_formats(request: Request) -> tuple[str, ...]:
+    """The formats of a GEMM's operands, `bf16` for plain ones; empty for other ops."""
+    if not isinstance(request, GemmRequest):
+        return ()
+    kinds = (request.a, request.b)
+    return tuple(dict.fromkeys(str(kind.format) if isinstance(kind, QuantSpec) else "bf16" for kind in kinds))
+
+
+def emulation(device: Device, format_name: str, backend: str) -> str | None:
+    """Why `backend` emulates GEMMs of a format on this device; None where it does not."""
+    hardware = device.capabilities.emulation(format_name)
+    if hardware is None and backend == DECODING_BACKEND:
+        hardware = f"no kernel of this version uses {device.capabilities.arch}'s {format_name} units"
+    if hardware is None:
+        return None
+    return f"emulated by dequantising, numerics equal, no speed-up: {hardware}"
+
+
+def describe(choice: Choice, device: Device) -> Served:
+    """A registry's choice as the report shows it."""
+    formats = gemm_formats(choice.request)
+    reasons: list[str] = []
+    if choice.backend is not None:
+        name = choice.backend.name
+        reasons = [why for item in formats if item != "bf16" and (why := emulation(device, item, name))]
+    return Served(
+        op=choice.request.op,
+        request=str(choice.request),
+        formats=formats,
+        backend=choice.backend.name if choice.backend else None,
+        emulated=reasons[0] if reasons else None,
+        refusals=tuple(choice.refusals.items()),
+    )
+
+
+def who_serves(
+    registry: KernelRegistry, device: Device, orders: Mapping[str, Iterable[str]] | None = None
+) -> list[Served]:
+    """Who serves typical requests of every op.
+
+    Raises:
+        ConfigError: An order names an op or a backend that does not exist.
+    """
+    return [describe(choice, device) for choice in registry.explain(device.torch_device, orders)]
+
+
+def format_summary(device: Device, served: Iterable[Served]) -> dict[str, str]:
+    """Format -> how its GEMMs run: by whom, natively or emulated and why."""
+    summary = {}
+    rows = {row.formats: row for row in served}
+    native = "" if device.capabilities.vendor == "cpu" else "native, "
+    for name in FORMATS:
+        row = rows.get((name,))
+        if row is not None:
+            status = row.emulated or (f"{native}by {row.backend}" if row.backend else None)
+            summary[name] = status or "; ".join(f"{backend}: {reason}" for backend, reason in row.refusals)
+    return summary
+
+
+def requests_of(precision: LinearPrecision, torch_device: str) -> list[Request]:
+    """Every kernel call of a BF16 model's linear layer under `precision`: three GEMMs and the quantisations they need."""
+    bf16 = torch.bfloat16
+    found: list[Request] = []
+    copies = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}
+    for operand, (row_gemm, column_gemm) in copies.items():
+        row, column = precision.spec(row_gemm, operand), precision.spec(column_gemm, operand)
+        if row.is_quantized or column.is_quantized:
+            found.append(
+                QuantizeRequest(
+                    device=torch_device,
+                    dtype=bf16,
+                    row_spec=row if row.is_quantized else None,
+                    col_spec=column if column.is_quantized else None,
+                )
+            )
+    for gemm in GEMM_OPERANDS:
+        a, b = (spec if spec.is_quantized else bf16 for spec in precision.gemm(gemm))
+        is_wgrad = gemm == "wgrad"
+        out_dtype = torch.float32 if is_wgrad else bf16
+        found.append(GemmRequest(device=torch_device, a=a, b=b, out_dtype=out_dtype, accumulate=is_wgrad))
+    return found
+
+
+def unserved(
+    precision: LinearPrecision, kernels: KernelOrders, registry: KernelRegistry, torch_device: str
+) -> list[str]:
+    """What nobody serves of a linear layer, each with every backend's reason; empty where all is served."""
+    problems = []
+    for request in requests_of(precision, torch_device):
+        try:
+            registry.select(request.op, request, kernels.get(request.op))
+        except (UnsupportedError, ConfigError) as error:
+            problems.append(str(error))
+    return problems
