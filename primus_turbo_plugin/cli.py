@@ -14,6 +14,10 @@ from primus_turbo_plugin.errors import ConfigError, TurboError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns its exit code. The environment is read here."""
+    missing = _torch_problem()
+    if missing is not None:
+        print(f"primus-turbo: {missing}", file=sys.stderr)
+        return 1
     args = build_parser().parse_args(argv)
     run: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.run
     try:
@@ -24,6 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (`| head`) has gone
         sys.stdout = None  # type: ignore[assignment]
         return 0
+
+
+def _torch_problem() -> str | None:
+    """Why torch cannot be imported: without it nothing below can even be asked."""
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:  # OSError: a shared library of a build for another system
+        reason = " ".join(str(error).split())
+        return (
+            f"torch cannot be imported ({reason}). Install a CPU, CUDA or ROCm build: https://pytorch.org/get-started"
+        )
+    return None
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -141,4 +140,4 @@ def print_once(text: str, *, rank: int | None = None) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(text, flush=True)

@@ -79,6 +79,13 @@ def flag_of(key: str) -> str:
     return "--turbo-" + key.replace("_", "-")
 
 
+_USES = {
+    "bf16_first_layers": "quantises",
+    "bf16_last_layers": "quantises",
+    "rounding_seed": "rounds stochastically",
+    "signs_seed": "has random_signs",
+}
+
 #: Keys that have no flag, because a command line cannot hold them readably.
 FILE_ONLY_KEYS = ("modules",)
 
@@ -106,7 +113,7 @@ def _check_variables(environ: Mapping[str, str]) -> list[str]:
             continue
         hint = nearest(name, VARIABLES)
         if hint:
-            raise ConfigError(f"environment: {name} is no variable of this package{hint} Rename or unset it.")
+            raise ConfigError(f"environment: {name} is no variable of this package{hint}: rename or unset it")
         notes.append(f"{name} is set, but is no variable of this package: not read")
     return notes
 
@@ -157,7 +164,25 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         config = dataclasses.replace(config, **{key: getattr(one, key) for key, one in from_flags.items()})
     except ConfigError as error:
         raise ConfigError(f"{' with '.join(dict.fromkeys(origins.values()))}: {error}") from error
+    notes += _idle_settings(config)
     return ResolvedConfig(config=config, origins=tuple(sorted(origins.items())), notes=tuple(notes))
+
+
+def _idle_settings(config: TurboConfig) -> list[str]:
+    """Settings that change nothing, given the others: seldom what a user meant, so they are said aloud."""
+    recipes = [config.precision, *(item.precision for item in config.modules if item.precision)]
+    linears = [recipe.linear() for recipe in recipes]
+    in_use = {
+        "bf16_first_layers": any(linear.is_quantized for linear in linears),
+        "bf16_last_layers": any(linear.is_quantized for linear in linears),
+        "rounding_seed": any(linear.is_stochastic for linear in linears),
+        "signs_seed": any(linear.has_random_signs for linear in linears),
+    }
+    return [
+        f"{key}: {getattr(config, key)} changes nothing: no recipe in use {_USES[key]}"
+        for key, used in in_use.items()
+        if getattr(config, key) and not used
+    ]
 
 
 def _shown(value: Any) -> str:

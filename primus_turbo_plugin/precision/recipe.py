@@ -88,6 +88,11 @@ class LinearPrecision:
         """Whether any operand is rounded stochastically, so that the layer must draw from the random state each forward."""
         return any(self.spec(*slot).rounding == "stochastic" for slot in SLOTS)
 
+    @property
+    def has_random_signs(self) -> bool:
+        """Whether any rotation has seeded signs."""
+        return any(self.spec(*slot).random_signs for slot in SLOTS)
+
 
 def _slot_names() -> str:
     return ", ".join(f"{gemm}.{operand}" for gemm, operand in SLOTS)
