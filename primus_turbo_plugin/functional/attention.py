@@ -1,11 +1,12 @@
 """Attention as a differentiable function over plain tensors, on one rank or over a context-parallel group.
 
-fprop   out = softmax(scale * q @ k.T + bias, with sinks) @ v; formulas, backward included, in kernels/reference/attention.py
-Saved   q, k, v as they came (strided views stay views), out and lse (fp32 [batch, heads, queries]), bias and sinks; the dropout's
-        kept positions where there is dropout. No probabilities.
-Context parallelism: each rank holds chunks r and 2 * size - 1 - r of every sequence and gathers the others' keys and values. The
-        backward gathers again rather than keep `size` times the memory, and reduce-scatters dk and dv in fp32: they are rounded
-        once, after the sum. Collectives: forward 1 all-gather, backward 1 all-gather and 1 reduce-scatter.
+fprop   out = softmax(scale * q @ k.T + bias, with sinks) @ v; formulas, backward included: kernels/reference/attention.py
+Saved   q, k, v as they came (strided views stay views), out and lse (fp32 [batch, heads, queries]), bias and sinks, and
+        what dropout keeps. No probabilities
+Context parallelism
+        each rank holds chunks r and 2 * size - 1 - r of every sequence and gathers the others' keys and values. The
+        backward gathers again rather than keep `size` times the memory, and reduce-scatters dk and dv in fp32, so that
+        they are rounded once, after the sum. Collectives: one all-gather; one all-gather and one reduce-scatter
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ def attention(
     dropout: Dropout | None = None,
     deterministic: bool = False,
     context_group: Group | None = None,
-    kernels: Sequence[str] = (),
+    kernels: Sequence[str] | None = None,
 ) -> Tensor:
-    """softmax(scale * q @ k.T + bias) @ v, with grouped keys, narrower values, masks, windows, packed sequences, sinks, dropout.
+    """softmax(scale * q @ k.T + bias) @ v, with grouped keys, any mask, packed sequences, sinks and dropout.
 
     Args:
-        q: `layout` names the dimensions: sequence, batch, heads, dim; `t` is the tokens of all packed sequences. Any strides.
+        q: `layout` names the dimensions: sequence, batch, heads, dim, with `t` the tokens of all packed sequences. Any
+            strides.
         k: Likewise, with `groups` heads, a divisor of q's.
         v: Likewise, with `groups` heads and any dim.
         layout: "thd" exactly when `mask.packing` is given.
@@ -65,9 +67,9 @@ def attention(
         softcap: scores become softcap * tanh(scores / softcap); 0 is off.
         dropout: Of the probabilities, as what is kept.
         deterministic: Only kernels that give the same bits every run will do.
-        context_group: Ranks that share the sequences, each holding chunks r and 2 * size - 1 - r of every one. A mask tensor or
-            bias then has this rank's queries and all keys, in the sequences' own order.
-        kernels: Backends that may serve it, first choice first; empty for the registry's order.
+        context_group: Ranks that share the sequences, each holding chunks r and 2 * size - 1 - r of every one. A mask
+            tensor or bias then has this rank's queries and all keys, in the sequences' own order.
+        kernels: Backends that may serve it, first choice first; None for the registry's order.
 
     Returns:
         As q, with v's dim, contiguous in `layout`.
@@ -84,7 +86,7 @@ def attention(
     _check(q, k, v, layout, options, bias, sinks, group_size(context_group))
     q_view, k_view, v_view = (_batch_first(x, layout) for x in (q, k, v))
     request = AttentionRequest.of(q_view, k_view, v_view, options, bias=bias, sinks=sinks)
-    backend = default_registry().select("attention", request, kernels or None)
+    backend = default_registry().select("attention", request, kernels)
     call = _Call(layout, options, context_group, backend.kernels)
     return _Attention.apply(q, k, v, bias, sinks, call)
 

@@ -20,7 +20,7 @@ from primus_turbo_plugin.kernels.registry import default_registry
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool = False, kernels: Sequence[str] = ()
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool = False, kernels: Sequence[str] | None = None
 ) -> Tensor:
     """y = x * rsqrt(mean(x^2) + eps) * gamma over the last dimension.
 
@@ -29,7 +29,7 @@ def rms_norm(
         weight: [hidden], any float dtype.
         eps: Added to the mean square.
         zero_centered_gamma: gamma = 1 + weight.
-        kernels: Backends that may serve it, first choice first; empty for the registry's order.
+        kernels: Backends that may serve it, first choice first; None for the registry's order.
 
     Returns:
         [..., hidden] in x's dtype.
@@ -39,12 +39,12 @@ def rms_norm(
         UnsupportedError: No backend of `kernels` can do it.
     """
     _check("rms_norm", x, weight=weight)
-    backend = default_registry().select("norm", NormRequest.of("rms_norm", x, weight), kernels or None)
+    backend = default_registry().select("norm", NormRequest.of("rms_norm", x, weight), kernels)
     return _RMSNorm.apply(x, weight, eps, zero_centered_gamma, backend.kernels)
 
 
 def rms_norm_residual(
-    x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool = False, kernels: Sequence[str] = ()
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool = False, kernels: Sequence[str] | None = None
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm`, and x again for the residual branch, whose gradient is added inside the norm's backward.
 
@@ -54,7 +54,7 @@ def rms_norm_residual(
         y [..., hidden] as `rms_norm`'s, and x.
     """
     _check("rms_norm", x, weight=weight)
-    backend = default_registry().select("norm", NormRequest.of("rms_norm", x, weight), kernels or None)
+    backend = default_registry().select("norm", NormRequest.of("rms_norm", x, weight), kernels)
     return _RMSNormResidual.apply(x, weight, eps, zero_centered_gamma, backend.kernels)
 
 
@@ -65,7 +65,7 @@ def layer_norm(
     eps: float,
     *,
     zero_centered_gamma: bool = False,
-    kernels: Sequence[str] = (),
+    kernels: Sequence[str] | None = None,
 ) -> Tensor:
     """y = (x - mean(x)) * rsqrt(var(x) + eps) * gamma + bias over the last dimension.
 
@@ -75,7 +75,7 @@ def layer_norm(
         bias: [hidden], any float dtype, or None.
         eps: Added to the variance.
         zero_centered_gamma: gamma = 1 + weight.
-        kernels: Backends that may serve it, first choice first; empty for the registry's order.
+        kernels: Backends that may serve it, first choice first; None for the registry's order.
 
     Returns:
         [..., hidden] in x's dtype.
@@ -85,7 +85,7 @@ def layer_norm(
         UnsupportedError: No backend of `kernels` can do it.
     """
     _check("layer_norm", x, weight=weight, bias=bias)
-    backend = default_registry().select("norm", NormRequest.of("layer_norm", x, weight), kernels or None)
+    backend = default_registry().select("norm", NormRequest.of("layer_norm", x, weight), kernels)
     return _LayerNorm.apply(x, weight, bias, eps, zero_centered_gamma, backend.kernels)
 
 

@@ -1,7 +1,7 @@
 """What every attention kernel is asked for: which query sees which key, as data.
 
-Tensors are `[batch, seq, heads, dim]` views with any strides: Megatron's `[seq, batch, heads, dim]` comes transposed, packed
-`[tokens, heads, dim]` with a batch of one. Head h of q shares the key and value group h // (heads / groups).
+Tensors are `[batch, seq, heads, dim]` views with any strides: Megatron's `[seq, batch, heads, dim]` comes transposed,
+packed `[tokens, heads, dim]` with a batch of one. Head h of q shares the key and value group h // (heads / groups).
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class ZigZag:
 class AttentionMask:
     """Which query sees which key. A key must pass every condition.
 
-    Positions count in keys. The last query of a sequence stands at its last key (bottom-right alignment), so that with more
-    keys than queries, as with a key-value cache, the queries are the newest tokens.
+    Positions count in keys. The last query of a sequence stands at its last key (bottom-right alignment), so that with
+    more keys than queries, as with a key-value cache, the queries are the newest tokens.
 
     Attributes:
         causal: A query sees no key behind its own position.
         window: (left, right): how many keys before and behind its position a query sees; -1 is no limit.
-        masked: bool `[batch | 1, heads | 1, queries | 1, keys | 1]`, True where a key is NOT seen (Megatron's convention).
+        masked: bool `[batch | 1, heads | 1, queries | 1, keys | 1]`, True where a key is NOT seen, as Megatron has it.
         packing: Packed sequences; None for a dense batch.
         zigzag: The part of a context-parallel sequence that the queries are; None for all of it.
     """
@@ -156,7 +156,7 @@ class AttentionRequest(Request):
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, bias: Tensor | None, sinks: Tensor | None
     ) -> AttentionRequest:
-        """The request of a call with these arguments; q, k and v as `[batch, seq, heads, dim]`, k and v as this rank has them."""
+        """The request of a call with these `[batch, seq, heads, dim]`, k and v as this rank has them."""
         mask = options.mask
         return cls(
             device=q.device.type,

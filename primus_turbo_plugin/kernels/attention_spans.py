@@ -1,8 +1,8 @@
 """An attention problem as spans: runs of queries with consecutive positions, each over one run of keys.
 
-A dense batch is one span, a packed batch one a sequence. Under context parallelism there are twice as many, since a rank holds
-chunks r and 2 * size - 1 - r of every sequence (Megatron's zig-zag split, which gives each rank the same amount of causal work)
-but all of its keys. A query in no span is padding: its output is zero and it hands no gradient on.
+A dense batch is one span, a packed batch one a sequence. Under context parallelism there are twice as many, since a
+rank holds chunks r and 2 * size - 1 - r of every sequence (Megatron's zig-zag split, which gives each rank the same
+amount of causal work) but all of its keys. A query in no span is padding: it gives zero and hands no gradient on.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def spans(mask: AttentionMask, num_queries: int, num_keys: int) -> Iterator[Span
 
 
 def natural_order(packing: Packing | None, tokens_per_rank: int, size: int) -> Tensor:
-    """Where each key stands among keys gathered in rank order: `gathered[natural_order(...)]` is in the sequences' own order.
+    """Where each key stands among keys gathered in rank order; `gathered[natural_order(...)]` restores their own order.
 
     Args:
         packing: Packed sequences; None for a dense batch.
@@ -96,6 +96,18 @@ def natural_order(packing: Packing | None, tokens_per_rank: int, size: int) -> T
             first = rank * tokens_per_rank + start // size + half * chunk
             runs.append(torch.arange(first, first + chunk))
     return torch.cat(runs)
+
+
+def query_positions(packing: Packing | None, tokens_per_rank: int, zigzag: ZigZag) -> Tensor:
+    """Where each of a rank's tokens stands in the sequences' own order; 0 for tokens behind the last sequence.
+
+    Returns:
+        int64 `[tokens_per_rank]` on the CPU.
+    """
+    order = natural_order(packing, tokens_per_rank, zigzag.size)
+    positions = torch.zeros(tokens_per_rank * zigzag.size, dtype=torch.int64)
+    positions[order] = torch.arange(len(order))
+    return positions[zigzag.rank * tokens_per_rank : (zigzag.rank + 1) * tokens_per_rank]
 
 
 def _chunks(zigzag: ZigZag) -> tuple[int, int]:

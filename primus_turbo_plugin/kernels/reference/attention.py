@@ -7,10 +7,12 @@ Math      S = scale * q @ k.T;  S = softcap * tanh(S / softcap);  S = S + bias; 
           dS' = dS * (1 - tanh^2(S / softcap))
 Layout    q, dq [batch, queries, heads, dim];  k, v and their gradients [batch, keys, groups, dim | v_dim];
           out, dout [batch, queries, heads, v_dim];  lse [batch, heads, queries];  any strides, read in place
-Cost      4 * B * H * pairs * D FLOPs forward, 10 backward, pairs = (query, key) that a block of rows sees: a window costs in
-          proportion to its width. A block of rows holds about `_BLOCK_SCORES` scores: memory grows with keys, not with pairs
-Numerics  everything inside in fp32 (fp64 for fp64 inputs), one rounding at the end; a row sees all its keys at once, so that
-          softmax needs no rescaling and delta no rounded output. A row that sees nothing: out = 0, lse = -inf, gradients 0
+Cost      4 * B * H * pairs * D FLOPs forward, 10 backward, pairs = (query, key) that a block of rows sees: a window
+          costs in proportion to its width. A block of rows holds about `_BLOCK_SCORES` scores: memory grows with keys,
+          not with pairs
+Numerics  everything inside in fp32 (fp64 for fp64 inputs), one rounding at the end; a row sees all its keys at once, so
+          that softmax needs no rescaling and delta no rounded output. A row that sees nothing: out = 0, lse = -inf,
+          gradients 0
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ def attention_bwd(
         q: As in the forward.
         k: As in the forward.
         v: As in the forward.
-        out: The forward's result; this backend computes delta from the probabilities, more exactly, and does not read it.
+        out: The forward's result; not read here, since a row has all its probabilities at hand to compute delta from.
         lse: The forward's second result.
         options: As in the forward, with the same dropout.
         bias: As in the forward.
@@ -113,7 +115,7 @@ def attention_bwd(
         kv_grad_dtype: dtype of dk and dv; None for k's. Partial sums of several ranks are wanted in fp32.
 
     Returns:
-        dq in q's dtype, dk, dv, dbias in bias's shape and dsinks [heads], both in lse's dtype; None for what was not given.
+        dq in q's dtype; dk; dv; dbias in bias's shape and dsinks [heads], both in lse's dtype, None without them.
     """
     inner = lse.dtype
     dq = torch.zeros_like(q)

@@ -1,0 +1,167 @@
+"""What Megatron's configuration says about core attention: read, checked, or refused by name."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from primus_turbo_plugin.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+PADDING = (AttnMaskType.padding, AttnMaskType.padding_causal)
+
+_OTHERS = "or set 'attention: megatron' or 'attention: transformer_engine'"
+
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    # Settings absent from a release read as None.
+    ("qk_clip", bool, "the largest logit of each head is not recorded. Unset it, " + _OTHERS),
+    ("log_max_attention_logit", bool, "the largest logit of each head is not recorded. Unset it, " + _OTHERS),
+    ("fp8_dot_product_attention", bool, "attention runs in the inputs' precision. Unset it, " + _OTHERS),
+    ("fp8_multi_head_attention", bool, "attention runs in the inputs' precision. Unset it, " + _OTHERS),
+    ("use_kitchen_attention", bool, "it names another library's attention. Unset it, " + _OTHERS),
+    (
+        "batch_invariant_mode",
+        bool,
+        "no kernel here promises results that are independent of the batch. Unset it, " + _OTHERS,
+    ),
+    (
+        "flash_attention_version",
+        lambda version: version is not None,
+        "it names another library's kernel. Unset it, " + _OTHERS,
+    ),
+    (
+        "attention_backend",
+        lambda backend: backend is not None and backend.name != "auto",
+        "it picks among Transformer Engine's or Megatron's kernels; here 'kernels: {attention: [...]}' does. "
+        "Set it to auto, " + _OTHERS,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSettings:
+    """Settings of one layer's core attention.
+
+    Attributes:
+        heads: Query heads on this rank.
+        groups: Key and value heads on this rank.
+        scale: On the scores.
+        window: (left, right) reach of the sliding window; (-1, -1) where the layer has none.
+        dropout: Probability.
+    """
+
+    heads: int
+    groups: int
+    scale: float
+    window: tuple[int, int]
+    dropout: float
+
+
+def read_settings(
+    config: TransformerConfig,
+    where: str,
+    *,
+    layer_number: int,
+    mask_type: AttnMaskType,
+    tp_size: int,
+    dropout: float | None,
+    scale: float | None,
+    k_channels: int | None,
+) -> AttentionSettings:
+    """Settings of a layer, from the configuration and the constructor's arguments.
+
+    `apply_query_key_layer_scaling` divides the scores by the layer's number and multiplies them back inside an fp32
+    softmax, to keep fp16 scores small; here scores are fp32 throughout and nothing is left of it. For the same reason
+    `attention_softmax_in_fp32` holds whether set or not, and `masked_softmax_fusion` has nothing to fuse.
+
+    Raises:
+        ConfigError: A setting is refused, contradictory or impossible.
+    """
+    for name, asked, reason in _REFUSED:
+        value = getattr(config, name, None)
+        if asked(value):
+            raise ConfigError(f"{where}: {name}={getattr(value, 'name', value)} can't be honoured: {reason}.")
+    if config.softmax_type not in ("vanilla", "off-by-one", "learnable"):
+        raise ConfigError(
+            f"{where}: softmax_type must be vanilla, off-by-one or learnable, got {config.softmax_type!r}."
+        )
+    window = (-1, -1)
+    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        window = _window(config, where, mask_type)
+    return AttentionSettings(
+        heads=_share(config.num_attention_heads, "num_attention_heads", tp_size, where),
+        groups=_share(config.num_query_groups, "num_query_groups", tp_size, where),
+        scale=1.0 / math.sqrt(k_channels or config.kv_channels) if scale is None else scale,
+        window=window,
+        dropout=_probability(config.attention_dropout if dropout is None else dropout, where),
+    )
+
+
+def check_cp_comm_type(cp_comm_type: str | None, where: str) -> None:
+    """Says how context parallelism moves keys and values: by all-gather, whichever of two ways was asked for.
+
+    `p2p` is what Megatron's command line says when nothing is asked for, and gives the same numbers, so it is taken,
+    with a warning in the log. An all-to-all is only ever asked for on purpose, and refused.
+
+    Raises:
+        ConfigError: A transport that does not exist here.
+    """
+    # TODO(#6): ring and all-to-all attention.
+    transport = "all_gather" if cp_comm_type is None else cp_comm_type.replace("_", "").lower()
+    if transport in ("a2a", "a2a+p2p"):
+        raise ConfigError(
+            f"{where}: cp_comm_type={cp_comm_type} can't be honoured: context parallelism gathers keys and values. "
+            "Set cp_comm_type to all_gather, or 'attention: transformer_engine'."
+        )
+    if transport not in ("all_gather", "allgather", "p2p"):
+        raise ConfigError(f"{where}: cp_comm_type must be all_gather, p2p, a2a or a2a+p2p, got {cp_comm_type!r}.")
+    if transport == "p2p" and not _said:
+        _said.append(where)
+        logger.warning(
+            "context parallelism: cp_comm_type=p2p is served by an all-gather of keys and values: the same results, not "
+            "overlapped with compute, and all keys of a layer in memory at a time. Set cp_comm_type to all_gather to "
+            "silence this."
+        )
+
+
+_said: list[str] = []  # one line a process, not one a layer
+
+
+def _window(config: TransformerConfig, where: str, mask_type: AttnMaskType) -> tuple[int, int]:
+    try:
+        left, right = config.window_size  # type: ignore[misc]
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where}: window_size must be (left, right), got {config.window_size!r}.") from None
+    if left < -1 or right < -1:
+        raise ConfigError(
+            f"{where}: window_size must be numbers of tokens, or -1 for no limit, got {config.window_size}."
+        )
+    if mask_type in CAUSAL and right > 0:
+        raise ConfigError(
+            f"{where}: window_size={config.window_size} lets a query see {right} tokens ahead and attn_mask_type="
+            f"{mask_type.name} none. Set window_size to ({left}, 0), or the mask type to no_mask."
+        )
+    return left, right
+
+
+def _share(total: int | None, name: str, tp_size: int, where: str) -> int:
+    if total is None or total % tp_size:
+        raise ConfigError(
+            f"{where}: {name}={total} must be divisible by tensor_model_parallel_size={tp_size}. Change one of them."
+        )
+    return total // tp_size
+
+
+def _probability(value: float, where: str) -> float:
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{where}: attention_dropout must be a probability, got {value}.")
+    return value
