@@ -36,7 +36,11 @@ def check_gemm_nt(
                 f"with out_dtype {out_dtype}. Accumulate in fp32, for instance in main_grad."
             )
         if bias is not None:
-            raise ShapeError("gemm_nt: out and bias exclude each other, got both. A bias has no place in an accumulation.")
+            raise ShapeError(
+                "gemm_nt: out and bias exclude each other, got both. A bias has no place in an accumulation."
+            )
     devices = {tensor.device for tensor in (a, b, bias, out) if tensor is not None}
     if len(devices) != 1:
-        raise ShapeError(f"gemm_nt: all tensors must be on one device, got {sorted(map(str, devices))}. Move them together.")
+        raise ShapeError(
+            f"gemm_nt: all tensors must be on one device, got {sorted(map(str, devices))}. Move them together."
+        )

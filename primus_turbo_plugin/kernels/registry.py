@@ -76,7 +76,9 @@ class KernelRegistry:
         for backend in backends:
             named = by_op.setdefault(backend.op, {})
             if backend.name in named:
-                raise ConfigError(f"kernel registry: {backend.op}: two backends are named {backend.name!r}. Rename one.")
+                raise ConfigError(
+                    f"kernel registry: {backend.op}: two backends are named {backend.name!r}. Rename one."
+                )
             missing = [name for name in backend.request.functions if not callable(getattr(backend.kernels, name, None))]
             if missing:
                 raise ConfigError(

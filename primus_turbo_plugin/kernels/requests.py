@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from primus_turbo_plugin.precision.formats import Format
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
@@ -56,8 +57,8 @@ class QuantizeRequest(Request):
 
     @classmethod
     def examples(cls, device: str) -> tuple[Request, ...]:
-        rotated = QuantSpec(format="mxfp4", hadamard=16)
-        formats = [QuantSpec(format=name) for name in ("mxfp4", "mxfp8", "fp8")]
+        rotated = QuantSpec(format=Format.MXFP4, hadamard=16)
+        formats = [QuantSpec(format=name) for name in (Format.MXFP4, Format.MXFP8, Format.FP8)]
         pairs = [(formats[0], rotated), (formats[1], formats[1]), (formats[2], formats[2])]
         return tuple(cls(device=device, dtype=torch.bfloat16, row_spec=row, col_spec=col) for row, col in pairs)
 
@@ -99,14 +100,12 @@ class GemmRequest(Request):
         accumulate: bool = False,
     ) -> GemmRequest:
         kinds = [operand.spec if isinstance(operand, QuantizedTensor) else operand.dtype for operand in (a, b)]
-        return cls(
-            device=a.device.type, a=kinds[0], b=kinds[1], out_dtype=out_dtype, bias=bias, accumulate=accumulate
-        )
+        return cls(device=a.device.type, a=kinds[0], b=kinds[1], out_dtype=out_dtype, bias=bias, accumulate=accumulate)
 
     @classmethod
     def examples(cls, device: str) -> tuple[Request, ...]:
         kinds: list[torch.dtype | QuantSpec] = [torch.bfloat16]
-        kinds += [QuantSpec(format=name) for name in ("mxfp4", "mxfp8", "fp8")]
+        kinds += [QuantSpec(format=name) for name in (Format.MXFP4, Format.MXFP8, Format.FP8)]
         return tuple(cls(device=device, a=kind, b=kind, out_dtype=torch.bfloat16) for kind in kinds)
 
     @property

@@ -131,7 +131,7 @@ class QuantSpec:
 
     def _check_unquantized(self) -> None:
         """A bf16 operand has nothing to scale, rotate or round: a switch that would do nothing is refused."""
-        given = {"element": self.element, "scale_rule": self.scale_rule, "block": self.block}
+        given: dict[str, object] = {"element": self.element, "scale_rule": self.scale_rule, "block": self.block}
         given |= {"hadamard": self.hadamard or None, "random_signs": self.random_signs or None}
         given["rounding"] = None if self.rounding == "nearest" else self.rounding
         for key, value in given.items():

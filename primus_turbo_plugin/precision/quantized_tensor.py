@@ -25,7 +25,7 @@ class QuantizedTensor:
     A columnwise copy of x `[tokens, hidden]` is the QuantizedTensor of x.T: `[hidden, tokens]`.
 
     Attributes:
-        data: uint8 `[outer, padded_contraction / codes_per_byte]`; FP4 packs two codes a byte, the even element in the low nibble.
+        data: uint8 `[outer, padded_contraction / codes_per_byte]`; FP4 packs two codes a byte, the even one in the low nibble.
         block_scale: Multiplies to dequantise. MX: E8M0 bytes, uint8; FP8: fp32. Shape `spec.scale_shape(outer, contraction)`.
         spec: How the operand is represented.
         shape: Logical (outer, contraction).

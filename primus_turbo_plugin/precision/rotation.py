@@ -22,7 +22,7 @@ _SIGNS_DOMAIN = 0x5167
 
 def hadamard_matrix(n: int) -> torch.Tensor:
     """The Sylvester Hadamard matrix over sqrt(n), fp32 `[n, n]`: orthonormal and symmetric. n is a power of two."""
-    assert n > 0 and n & (n - 1) == 0, n
+    assert n.bit_count() == 1, n
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < n:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
@@ -67,7 +67,9 @@ def unrotate(y: torch.Tensor, n: int, signs: torch.Tensor | None = None, dim: in
 def _split(x: torch.Tensor, n: int, dim: int, where: str) -> torch.Tensor:
     """x as `[runs, n, m]`, contiguous, with the axis to transform in the middle: the butterflies then run over long rows."""
     if x.dim() != 2 or x.shape[dim] % n:
-        raise ShapeError(f"{where}: axis {dim} of a 2D tensor must be a multiple of {n}, got {list(x.shape)}. Zero-pad it.")
+        raise ShapeError(
+            f"{where}: axis {dim} of a 2D tensor must be a multiple of {n}, got {list(x.shape)}. Zero-pad it."
+        )
     if dim in (0, -2):
         return x.contiguous().view(x.shape[0] // n, n, x.shape[1])
     return x.reshape(-1, n).t().contiguous().unsqueeze(0)  # [1, n, runs]

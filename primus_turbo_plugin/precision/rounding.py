@@ -1,7 +1,7 @@
 """Counter-based random bits for stochastic rounding: Philox4x32-10 in plain integer arithmetic.
 
-Element (o, c) of a quantised operand `[outer, padded_contraction]` gets 32 random bits that depend on the key and on (o, c) alone:
-not on how the work is chunked, nor on a memory layout, nor on how many draws were made before. It takes word c % 4 of
+Element (o, c) of a quantised operand `[outer, padded_contraction]` gets 32 random bits that depend on the key and on (o, c)
+alone: not on how the work is chunked, nor on a memory layout, nor on how many draws were made before. It takes word c % 4 of
 
     philox4x32_10(counter = (lo(i), hi(i), rank, k2 ^ columnwise), key = (k0, k1)),  i = o * ceil(padded_contraction / 4) + c // 4
     (k0, k1, k2, _) = philox4x32_10(counter = (lo(draw), hi(draw), lo(tensor), hi(tensor)), key = (lo(seed), hi(seed)))

@@ -3,10 +3,10 @@
 Math      y[M, N] = a[M, K] @ b[N, K].T (+ bias[N]),  or  out[M, N] += a @ b.T
 Layout    contraction last in both operands; quantised ones are padded along it with zeros, which add nothing
 Cost      2*M*N*K FLOPs in fp32, plus one decode of each operand (of a again for each 128 MiB piece of b)
-Numerics  Operands become fp32, the product is accumulated in fp32 and rounded once. Each term is exact: an MX value is a code of at
-          most 4 significant bits times a power of two and a bf16 value has 8, so a product has at most 16 of fp32's 24 bits. FP8
-          scales that cover a whole row are taken out of the sum; per-block FP8 scales round each operand once, to 24 bits.
-          Only the order of the fp32 additions is left to torch.matmul (TF32 would not change MX or bf16 terms: at most 8 bits)
+Numerics  Operands become fp32, the product is accumulated in fp32 and rounded once. Each term is exact: an MX value is a code of
+          at most 4 significant bits times a power of two and a bf16 value has 8, so a product has at most 16 of fp32's 24 bits.
+          FP8 scales that cover a whole row are taken out of the sum; per-block FP8 scales round each operand once, to 24 bits.
+          Only the order of the fp32 additions is left to torch.matmul
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def gemm_nt(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some rows of an operand: fp32 values `[rows, length]` and, where one scale covers a row, that scale apart, `[rows or 1]`."""
+    """Rows of an operand: fp32 values `[rows, length]` and, where one scale covers a row, that scale apart, `[rows or 1]`."""
 
     values: torch.Tensor
     row_scale: torch.Tensor | None

@@ -2,8 +2,8 @@
 
 Math      y[M, N] = a[M, K] @ b[N, K].T, then + bias[N] in y's dtype (Megatron's order: two roundings);  or  out += a @ b.T
 Layout    contraction last in both; a transposed view costs no copy
-Numerics  torch.matmul accumulates bf16 and fp16 in fp32 and rounds once. Into fp32 (`out`, or out_dtype float32) nothing is rounded
-          to bf16 on the way: on CPU the operands are widened first, on CUDA the GEMM writes fp32 itself
+Numerics  torch.matmul accumulates bf16 and fp16 in fp32 and rounds once. Into fp32 (`out`, or out_dtype float32) nothing is
+          rounded to bf16 on the way: on CPU the operands are widened first, on CUDA the GEMM writes fp32 itself
 """
 
 from __future__ import annotations
