@@ -1,0 +1,243 @@
+"""Megatron's own precision and overlap settings: translated, honoured, or refused by name; never ignored.
+
+Without Transformer Engine Megatron accepts every fp8 and fp4 setting and enters a null context, so the settings must be read
+here. With it, Megatron enters Transformer Engine's context around each layer; this package's modules compute by their plan in
+either case. `settings_table` lists every field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from primus_turbo_plugin.errors import ConfigError, UnsupportedError
+from primus_turbo_plugin.precision.config import ModuleOverride, TurboConfig
+from primus_turbo_plugin.precision.recipe import Recipe
+from primus_turbo_plugin.specs import compat
+from primus_turbo_plugin.specs.settings_table import REFUSED, known_fields
+
+#: (key, reason and remedy)
+Reason = tuple[str, str]
+
+_FP8_PRESETS = {"tensorwise": "fp8_tensorwise", "mxfp8": "mxfp8", "blockwise": "fp8_block128"}
+_DELAYED_ONLY = {
+    "fp8_margin": 0,
+    "fp8_interval": 1,
+    "fp8_amax_history_len": 1,
+    "fp8_amax_compute_algo": "most_recent",
+    "tp_only_amax_red": False,
+}
+_OURS = "Choose the precision with PRIMUS_TURBO_CONFIG or --turbo-precision"
+
+
+def resolve(config: Any, turbo: TurboConfig | None = None) -> TurboConfig:
+    """What the model runs: `turbo` with Megatron's own precision settings merged in.
+
+    Args:
+        config: A `TransformerConfig`.
+        turbo: None is `TurboConfig()`.
+
+    Raises:
+        ConfigError: Megatron's precision contradicts TurboConfig's; names both.
+        UnsupportedError: Settings that cannot be honoured; `reasons` maps each field to why, and what to do.
+    """
+    compat.facts()
+    turbo = turbo if turbo is not None else TurboConfig()
+    reasons = dict(
+        [*_refused(config, turbo), *_refused_by_circumstance(config, turbo), *_refused_precision(config, turbo)]
+    )
+    if reasons:
+        raise UnsupportedError(f"Megatron settings that this package cannot honour: {', '.join(reasons)}.", reasons)
+    _warn_of_unknown(config)
+    merged = _with_bf16_layers(config, _with_precision(config, turbo))
+    graphs = _graphs_over_quantized(config, merged)
+    if graphs:
+        raise UnsupportedError(f"Megatron settings that this package cannot honour: {', '.join(graphs)}.", graphs)
+    return merged
+
+
+def megatron_recipe(config: Any) -> tuple[str, Recipe] | None:
+    """The setting of Megatron that asks for low precision, and the recipe it means; None if none does."""
+    if config.fp8:
+        name = f"fp8: {_text(config.fp8)!r}, fp8_recipe: {_text(config.fp8_recipe)!r}"
+        overrides: dict[str, Any] = {"dy": {"element": "e5m2"}} if _text(config.fp8) == "hybrid" else {}
+        preset = _FP8_PRESETS[_text(config.fp8_recipe)]
+        if preset == "mxfp8" and overrides:
+            preset, overrides = "mxfp8_hybrid", {}
+        if not config.fp8_wgrad:
+            overrides = {**overrides, "wgrad": {"format": "bf16"}}
+            if "dy" in overrides:
+                overrides["dgrad"] = {"dy": overrides.pop("dy")}
+        return name, Recipe.preset(preset, **overrides)
+    if config.fp4:
+        return f"fp4: {_text(config.fp4)!r}, fp4_recipe: {_text(config.fp4_recipe)!r}", Recipe.preset("mxfp4")
+    return None
+
+
+def _refused(config: Any, turbo: TurboConfig) -> Iterator[Reason]:
+    for name, rule in REFUSED.items():
+        value = getattr(config, name, None)
+        if any(value is harmless or value == harmless for harmless in rule.harmless):
+            continue
+        provider = getattr(turbo, rule.component) if rule.component else None
+        if provider in rule.unless:
+            continue
+        where = f" with '{rule.component}: {provider}'" if provider else ""
+        yield name, f"{_text(value)!r} is refused{where}: {rule.why}. {_sentence(rule.remedy)}."
+
+
+def _refused_by_circumstance(config: Any, turbo: TurboConfig) -> Iterator[Reason]:
+    facts = compat.facts()
+    if _text(config.transformer_impl) not in ("local", "transformer_engine"):
+        yield "transformer_impl", f"{config.transformer_impl!r} has a spec of its own. Set --transformer-impl local."
+    if config.delay_wgrad_compute and turbo.linear == "megatron":
+        yield (
+            "delay_wgrad_compute",
+            "Megatron's own linears cannot delay wgrad. Set 'linear: turbo', or leave the flag out.",
+        )
+    if (
+        isinstance(config.cp_comm_type, list)
+        and config.context_parallel_size > 1
+        and facts.cp_comm_type_list_is_shifted
+    ):
+        yield (
+            "cp_comm_type",
+            "megatron-core 0.16 hands each layer its neighbour's entry. Give one type, or update Megatron.",
+        )
+    if (
+        facts.mla_resolves_qk_norm
+        and config.multi_latent_attention
+        and config.qk_layernorm
+        and config.q_lora_rank is None
+    ):
+        yield "q_lora_rank", "None with qk_layernorm: this Megatron cannot build a norm for it. Set --q-lora-rank."
+    if config.multi_latent_attention and _mla_believes_in_transformer_engine():
+        yield (
+            "multi_latent_attention",
+            "MLA of megatron-core 0.16 fails without Transformer Engine. Update megatron-core.",
+        )
+    if turbo.norm == "megatron" and config.sequence_parallel and _norm_is_torchs(config):
+        yield (
+            "sequence_parallel",
+            "Megatron's norm is torch's here, which refuses it. Set 'norm: turbo', or install Apex.",
+        )
+    backend = _text(config.attention_backend)
+    fits = {"turbo": ("auto",), "megatron": ("auto", "local")}.get(turbo.attention, (backend,))
+    if backend not in fits:
+        remedy = "'attention: megatron'" if backend == "local" else "'attention: transformer_engine'"
+        yield (
+            "attention_backend",
+            f"{backend!r} is no backend of 'attention: {turbo.attention}'. Set auto, or {remedy}.",
+        )
+
+
+def _refused_precision(config: Any, turbo: TurboConfig) -> Iterator[Reason]:
+    if turbo.linear == "transformer_engine" or not (config.fp8 or config.fp4):
+        return
+    field = "fp8" if config.fp8 else "fp4"
+    if turbo.linear == "megatron":
+        yield field, "Megatron's own linears ignore it and compute in BF16. Set 'linear: turbo', or leave it out."
+        return
+    recipe = _text(getattr(config, f"{field}_recipe"))
+    if field == "fp8" and recipe not in _FP8_PRESETS:
+        yield (
+            "fp8_recipe",
+            f"{recipe!r} is none of {', '.join(_FP8_PRESETS)}. Set one of them, or leave --fp8-format out. {_OURS}.",
+        )
+    if field == "fp4" and recipe != "mxfp4":
+        yield "fp4_recipe", f"{recipe!r} is not mxfp4, the one FP4 format here. Leave --fp4-format out. {_OURS} mxfp4."
+    if field == "fp8":
+        for name, neutral in _DELAYED_ONLY.items():
+            if getattr(config, name) != neutral:
+                yield name, f"{getattr(config, name)!r} is for delayed scaling, which is refused. Leave it out."
+    if _recomputes_through_transformer_engine(config):
+        yield (
+            "recompute_granularity",
+            f"with {field} set, Megatron recomputes through Transformer Engine, which keeps other random states. "
+            f"Leave --{field}-format out. {_OURS}; recomputing works with it.",
+        )
+
+
+def _recomputes_through_transformer_engine(config: Any) -> bool:
+    if config.recompute_granularity == "full":
+        return True
+    return config.recompute_granularity == "selective" and set(config.recompute_modules or ()) - {"core_attn"} != set()
+
+
+def _with_precision(config: Any, turbo: TurboConfig) -> TurboConfig:
+    asked = megatron_recipe(config) if turbo.linear == "turbo" else None
+    if asked is None:
+        return turbo
+    setting, recipe = asked
+    own = turbo.precision
+    if own.linear().is_quantized and own.linear() != recipe.linear():
+        raise ConfigError(
+            f"{setting} (Megatron) means precision: {recipe.name}, and precision: {own.name} (TurboConfig) is another. "
+            "Leave one of them out."
+        )
+    modules = turbo.modules
+    if config.fp4:  # Megatron itself keeps MTP out of FP4; a pattern written by the user comes later, so it wins
+        mtp = (ModuleOverride(pattern="mtp.*", precision=Recipe.preset("bf16")),) if config.mtp_num_layers else ()
+        modules = (*mtp, *modules)
+    return dataclasses.replace(turbo, precision=recipe, modules=modules)
+
+
+def _with_bf16_layers(config: Any, turbo: TurboConfig) -> TurboConfig:
+    if not config.first_last_layers_bf16 or turbo.linear != "turbo":
+        return turbo
+    first, last = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
+    own = (turbo.bf16_first_layers, turbo.bf16_last_layers)
+    if own not in ((0, 0), (first, last)):
+        raise ConfigError(
+            f"first_last_layers_bf16 (Megatron) keeps {first} first and {last} last layers in BF16, and bf16_first_layers: "
+            f"{own[0]}, bf16_last_layers: {own[1]} (TurboConfig) say otherwise. Leave one of them out."
+        )
+    return dataclasses.replace(turbo, bf16_first_layers=first, bf16_last_layers=last)
+
+
+def _graphs_over_quantized(config: Any, turbo: TurboConfig) -> dict[str, str]:
+    if turbo.linear != "turbo" or not turbo.quantized_by():
+        return {}
+    graphs = {"enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_impl": "none"}
+    asked = {name: getattr(config, name, none) for name, none in graphs.items()}
+    return {
+        name: f"{value!r} with {turbo.quantized_by()[0]}: a captured graph would replay the quantised weights of the step it was "
+        "captured in. Set --cuda-graph-impl none, or 'precision: bf16'."
+        for name, value in asked.items()
+        if value != graphs[name]
+    }
+
+
+def _warn_of_unknown(config: Any) -> None:
+    """A newer Megatron may have settings this package has not seen; one that is set is worth a word."""
+    known = known_fields()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name, field.default)
+        if field.name not in known and field.default is not dataclasses.MISSING and value != field.default:
+            warnings.warn(f"{field.name}={value!r}: this package does not know this setting of Megatron", stacklevel=2)
+
+
+def _mla_believes_in_transformer_engine() -> bool:
+    module = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    return module.HAVE_TE and not compat.transformer_engine_is_installed()
+
+
+def _norm_is_torchs(config: Any) -> bool:
+    from megatron.core.models.backends import HAVE_APEX
+
+    return config.normalization == "RMSNorm" or not HAVE_APEX
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _text(value: Any) -> Any:
+    """Enum members by their text, so that `fp8_recipe` given as a string or as Megatron's enum reads the same."""
+    if not isinstance(value, enum.Enum):
+        return value
+    return value.value if isinstance(value.value, str) else value.name
