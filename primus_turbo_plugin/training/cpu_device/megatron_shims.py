@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -68,12 +69,27 @@ def _restore_without_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state.get(self.optimizer.param_groups[group]["params"][order], {})
-        if "step" in state and "step" not in tensors:
+        if "step" in state:  # load_state_dict has put the right one there; `tensors` has a stale one, or none
             tensors = {**tensors, "step": state["step"].clone()}
         with torch.no_grad():
             original(self, model_param, tensors)
 
     return set_main_param_and_optimizer_states
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def _forked_queue(original: Callable[..., Any]) -> Callable[..., Any]:
+    queues: list[Any] = []
+
+    @functools.wraps(original)
+    def get_write_results_queue(mp_mode: str = "fork") -> Any:
+        if not queues:
+            queues.append(multiprocessing.get_context("fork").Manager().Queue())
+        return queues[0]
+
+    return get_write_results_queue
 
 
 # --- megatron.training -------------------------------------------------------------------------------------------
@@ -103,6 +119,10 @@ def _unbound(module: str, name: str) -> Callable[[], bool]:
     return lambda: name not in vars(importlib.import_module(module))
 
 
+def _bound(module: str, name: str) -> Callable[[], bool]:
+    return lambda: name in vars(importlib.import_module(module))
+
+
 def _mla_believes_in_transformer_engine() -> bool:
     mla = vars(importlib.import_module("megatron.core.transformer.multi_latent_attention"))
     return bool(mla.get("HAVE_TE")) and not isinstance(mla.get("TELinear"), type)
@@ -121,6 +141,7 @@ def _version_zero(original: Any) -> Callable[[], Any]:
 _RANDOM = "megatron.core.tensor_parallel.random"
 _MOE = "megatron.core.transformer.moe"
 _DOPT = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 _STEP = "torch's Adam keeps `step` as a tensor per parameter"
 
 CORE_SHIMS: list[Shim] = [
@@ -144,8 +165,17 @@ CORE_SHIMS: list[Shim] = [
     Shim(
         target=f"{_DOPT}._set_main_param_and_optimizer_states",
         make=_restore_without_step,
-        why=f"{_STEP}; the checkpoint stores it elsewhere, and the copy needs no_grad",
+        why=f"{_STEP}; it's stored with the parameter groups, and the copy here would set it to 0; also needs no_grad",
     ),
+    *[
+        Shim(
+            target=f"{_WRITER}:{name}",
+            make=_forked_queue,
+            needed=_bound(_WRITER, name),
+            why="a process that imports torch anew, on every rank, because a CUDA context can't be forked",
+        )
+        for name in ("get_write_results_queue", "_get_write_results_queue")  # the latter is 0.16's
+    ],
     Shim(
         target=f"{_MOE}.moe_utils:te_general_gemm",
         make=lambda _: None,

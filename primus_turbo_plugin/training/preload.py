@@ -1,0 +1,18 @@
+"""Imported once by the server that training processes are forked from: slow to import, and nothing is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    for name in (
+        "megatron.training",
+        "megatron.training.models",
+        "primus_turbo_plugin.specs.gpt",
+        "primus_turbo_plugin.training.pretrain",
+    ):
+        with contextlib.suppress(ModuleNotFoundError):  # the process that needs it says what is missing
+            importlib.import_module(name)

@@ -1,0 +1,161 @@
+"""Pretrains a GPT with Megatron's own training loop. `examples/pretrain_gpt.py` is this module as a script.
+
+cli(argv)        the script: starts processes (`--nproc`) or is one of them (torchrun); one line for a mistake
+  train(argv)    one process: parse, check, build, hand over to `megatron.training.pretrain`
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from primus_turbo_plugin.errors import ConfigError, TurboError, UnsupportedError
+from primus_turbo_plugin.training import arguments, launch
+from primus_turbo_plugin.training.cpu_device import megatron_on_cpu
+
+
+def cli(argv: Sequence[str]) -> int:
+    """Run the job as a script would: start what has to be started; a mistake in the input is one line.
+
+    Returns:
+        The exit code.
+    """
+    show_traceback = "--turbo-traceback" in argv
+    try:
+        require_training_loop()
+        run = arguments.run_arguments(argv)
+        rest = arguments.without_launcher(argv)
+        if "RANK" in os.environ:
+            if run.nproc is not None:
+                raise ConfigError("--nproc: processes are started already (RANK is set, as by torchrun); leave it out")
+            train(rest)
+        elif run.nproc in (None, 1) or {"-h", "--help"} & set(argv):
+            _train_alone(rest)
+        else:
+            if run.nproc < 1:
+                raise ConfigError(f"--nproc: at least 1, got {run.nproc}")
+            if run.device != "cpu":
+                raise ConfigError(
+                    f"--nproc is for --device cpu; for {run.device} use torchrun --nproc-per-node {run.nproc}"
+                )
+            with launch.start_ranks("primus_turbo_plugin.training.pretrain:train", rest, run.nproc) as ranks:
+                ranks.wait()
+    except launch.RanksFailed as error:
+        if show_traceback or not error.failure.expected:
+            print(error.failure.trace, file=sys.stderr)
+        print(f"error: {error.failure.message if error.failure.expected else error}", file=sys.stderr)
+        return 1
+    except TurboError as error:
+        if show_traceback:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def require_training_loop() -> None:
+    """Refuse early where the installed megatron-core has no training loop.
+
+    Raises:
+        UnsupportedError: With the two ways out.
+    """
+    if importlib.util.find_spec("megatron.training") is None:
+        import megatron.core
+
+        raise UnsupportedError(
+            f"megatron-core {megatron.core.__version__} is installed without megatron.training. "
+            "Use Python >= 3.12 and pip install 'megatron-core>=0.19', "
+            "or run Megatron-LM's own pretrain_gpt.py with --spec primus_turbo_plugin.megatron_lm gpt_spec."
+        )
+
+
+def _train_alone(argv: Sequence[str]) -> None:
+    with tempfile.TemporaryDirectory(prefix="turbo-rank-") as folder:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os.environ[launch.STORE_VARIABLE] = str(Path(folder) / "store")
+        train(argv)
+
+
+def train(argv: Sequence[str]) -> None:
+    """One process's part of the job.
+
+    Raises:
+        TurboError: The input is wrong, or something asked for cannot be had; the message says what to do.
+    """
+    device = arguments.run_arguments(argv).device
+    _check_device(device)
+    with contextlib.ExitStack() as stack:
+        if device == "cpu":
+            stack.enter_context(megatron_on_cpu(training_loop=True))
+        _train(argv, device)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(
+            "--device cuda: torch sees no GPU. Pass --device cpu, or install a torch built for your GPU."
+        )
+
+
+def _train(argv: Sequence[str], device: str) -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from primus_turbo_plugin.training import gpt_data, gpt_model, gpt_step, preflight
+    from primus_turbo_plugin.training.refusals import refusals
+
+    asked = arguments.parse(argv, device)
+    turbo = preflight.check(asked).config
+    args = arguments.parse_and_set_up(argv, device)
+    with refusals("model configuration"):
+        model = gpt_model.model_config(args, turbo)
+        config = pretrain_cfg_container_from_args(args, model)
+    _record_metrics(args)
+    pretrain(
+        config,
+        gpt_data.train_valid_test_datasets,
+        ModelType.encoder_or_decoder,
+        gpt_step.forward_step,
+        get_embedding_ranks=gpt_model.embedding_ranks,
+        store=_store(args),
+    )
+    _shut_down()
+
+
+def _store(args: argparse.Namespace) -> Any:
+    """Where our own processes meet; under torchrun its environment variables say so, and Megatron reads them."""
+    import torch
+
+    path = os.environ.get(launch.STORE_VARIABLE)
+    return None if path is None else torch.distributed.FileStore(path, args.world_size)
+
+
+def _record_metrics(args: argparse.Namespace) -> None:
+    """Let Megatron's training loop report to the file as well; it asks for a writer on the last rank only."""
+    if args.turbo_metrics is None or args.rank != args.world_size - 1:
+        return
+    from megatron.training import global_vars
+
+    from primus_turbo_plugin.training.metrics import MetricsFile
+
+    # Megatron has a getter for its writer, but its setter makes a TensorBoard one only.
+    global_vars._GLOBAL_TENSORBOARD_WRITER = MetricsFile(args.turbo_metrics, also=global_vars.get_tensorboard_writer())
+
+
+def _shut_down() -> None:
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
