@@ -164,14 +164,12 @@ def _wgrad(call: LinearCall, dy_column: Operand | None, x_arriving: Pending[Oper
         dy_column = dy_column.contiguous()
 
     def compute() -> Tensor | None:
-        dw = compute_wgrad(call.kernels, columnwise(dy_column), columnwise(x_column), call.sink)
-        placeholder = None if call.sink is None else call.sink.delivered()
-        return placeholder if dw is None else dw
+        return compute_wgrad(call.kernels, columnwise(dy_column), columnwise(x_column), call.sink)
 
-    if call.delay is None:
-        return compute()
-    call.delay(compute)
-    return None
+    if call.delay is not None:
+        return call.delay(compute)
+    dw = compute()
+    return dw if call.sink is None else call.sink.delivered()
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> None:

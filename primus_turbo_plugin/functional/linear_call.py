@@ -97,7 +97,8 @@ class LinearCall:
         kernels: Chosen for the plan, the device and the dtypes at hand.
         parallel: Split and collectives.
         sink: Where dw is accumulated; None returns it to autograd.
-        delay: Takes the computation of dw, to be run later; None runs it in backward.
+        delay: Takes the computation of dw to be run later (it gives dw, or None once dw is in the sink) and returns what
+            autograd is to get meanwhile. None runs it in backward.
         defer: Asked in backward, with dy [tokens, out]: True takes dw over altogether (deferred embedding gradients).
         cache: Quantised copies of the weight, kept between calls; None quantises in every forward.
         transpose_weight: Make the weight's copy for dgrad even though nothing here asks for a gradient: the first pass of an
@@ -109,7 +110,7 @@ class LinearCall:
     kernels: LinearKernels
     parallel: TensorParallel = field(default_factory=TensorParallel)
     sink: GradientSink | None = None
-    delay: Callable[[Callable[[], Tensor | None]], None] | None = None
+    delay: Callable[[Callable[[], Tensor | None]], Tensor | None] | None = None
     defer: Callable[[Tensor], bool] | None = None
     cache: WeightCache | None = None
     transpose_weight: bool = False

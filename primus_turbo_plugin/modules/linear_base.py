@@ -1,0 +1,220 @@
+"""What the turbo linears share: plan, kernels, weight cache, gradient accumulation, delayed wgrad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from primus_turbo_plugin.communication.collectives import group_size
+from primus_turbo_plugin.errors import ConfigError, UnsupportedError
+from primus_turbo_plugin.functional.linear import compute_dtype, linear
+from primus_turbo_plugin.functional.linear_call import LinearCall, Rounding, TensorParallel
+from primus_turbo_plugin.functional.linear_kernels import LinearKernels
+from primus_turbo_plugin.functional.weight_cache import WeightCache
+from primus_turbo_plugin.functional.wgrad import WgradQueue
+from primus_turbo_plugin.modules.main_grad import (
+    MainGradSink,
+    add_to_grad,
+    move_grad_to_main_grad,
+    refuse_fsdp,
+    wgrad_dtype,
+)
+from primus_turbo_plugin.modules.megatron_contract import REFUSED_KEYWORDS, check_settings
+from primus_turbo_plugin.precision.module_plan import ModulePlan, check_shapes
+
+
+class TurboLinearMixin:
+    """Runs `functional.linear` with a module's plan. A class that uses it calls `setup_turbo` at the end of its constructor.
+
+    Attributes:
+        plan: What the module runs.
+        path: Its name in messages.
+    """
+
+    # Of the torch.nn.Module and the Megatron linear it is mixed into.
+    config: Any
+    weight: Any
+    tp_group: Any
+    training: bool
+    gradient_accumulation_fusion: bool
+
+    def setup_turbo(
+        self, plan: ModulePlan | None, in_features: int, out_features: int, *, split: Literal["in", "out"] | None
+    ) -> None:
+        """Takes the plan and checks sizes and Megatron's settings against it.
+
+        Args:
+            plan: None for BF16.
+            in_features: K of the whole layer.
+            out_features: N of the whole layer.
+            split: Which of the two is spread over `self.tp_group`; None for neither.
+
+        Raises:
+            ShapeError: A size needs padding that the plan refuses.
+            UnsupportedError: A setting that is not implemented.
+        """
+        self.plan = plan or ModulePlan.default()
+        self.path = self.plan.path or type(self).__name__
+        ranks = group_size(self.tp_group) if split else 1
+        check_settings(self.path, self.config, plan, tensor_parallel=ranks > 1)
+        check_shapes(self.plan, in_features, out_features, tp=ranks, split=split)
+        if getattr(self, "gtp_remat_size", 1) > 1:
+            raise UnsupportedError(f"{self.path}: gtp_remat_group: {REFUSED_KEYWORDS['gtp_remat_group']}.")
+        self._weight_cache = WeightCache() if self._quantizes_weight else None
+        self._kernels: dict[tuple[Any, ...], LinearKernels] = {}
+        self._wgrad_queue = WgradQueue()
+        self._wgrad_hooks: list[Callable[[], None]] = []
+        self._first_microbatch = True
+        if self.config.delay_wgrad_compute and self.weight is not None:
+            self.weight.skip_backward_post_hook = True  # DDP then hands its hook to this module, see below
+
+    def run_linear(
+        self,
+        x: Tensor,
+        weight: Any,
+        bias: Tensor | None,
+        parallel: TensorParallel,
+        *,
+        fused: bool,
+        defer: Callable[[Tensor], bool] | None = None,
+    ) -> Tensor:
+        """y = x @ weight.T + bias over any leading dimensions of x.
+
+        Args:
+            x: [..., in] of this rank; the first dimension is the one that sequence parallelism splits.
+            weight: [out, in] of this rank.
+            bias: [out] or None.
+            parallel: Split and collectives.
+            fused: Whether dw goes to `weight.main_grad`.
+            defer: Asked in backward, with dy as it came: whether to leave dw to the caller.
+
+        Returns:
+            [..., out]; the first dimension is as many times longer or shorter as `parallel` gathers or scatters.
+        """
+        refuse_fsdp(weight, self.path)
+        sink = MainGradSink(weight, self.path) if fused and weight.requires_grad else None
+        first, leading = self._first_dim(x, parallel), x.shape[1:-1]
+        call = LinearCall(
+            plan=self.plan,
+            kernels=self._select_kernels(x, weight, fused=sink is not None),
+            parallel=parallel,
+            sink=sink,
+            delay=partial(self._delay, weight, sink) if self.config.delay_wgrad_compute else None,
+            defer=None if defer is None else lambda dy: defer(dy.view(first, *leading, dy.shape[-1])),
+            cache=self._cache_of(weight),
+            transpose_weight=self.training,
+            rounding=self._draw_rounding(),
+        )
+        y = linear(x if x.dim() == 2 else x.flatten(0, -2), weight, bias, call)
+        return y.view(first, *leading, y.shape[-1])
+
+    @staticmethod
+    def _first_dim(x: Tensor, parallel: TensorParallel) -> int:
+        if parallel.scatters_output:
+            return x.shape[0] // parallel.size
+        return x.shape[0] * (parallel.size if parallel.gathers_input else 1)
+
+    def _select_kernels(self, x: Tensor, weight: Any, *, fused: bool) -> LinearKernels:
+        """The kernels for tensors like these, chosen once."""
+        dtype = compute_dtype(x)
+        dw_dtype, accumulate = wgrad_dtype(weight, fused=fused)
+        key = (x.device, dtype, dw_dtype, accumulate)
+        if key not in self._kernels:
+            self._kernels[key] = LinearKernels.select(
+                self.plan, x.device, dtype, wgrad_dtype=dw_dtype, accumulate=accumulate
+            )
+        return self._kernels[key]
+
+    @property
+    def _quantizes_weight(self) -> bool:
+        precision = self.plan.precision
+        return precision.fprop_w.is_quantized or precision.dgrad_w.is_quantized
+
+    def _cache_of(self, weight: Any) -> WeightCache | None:
+        """The weight's cache, where every change of the weight is known to reach it.
+
+        That is so once Megatron's schedules have announced a step to this module. They do not unless `config.fp8`, `fp4` or a
+        quantisation recipe is set; then the optimizer clock stands in: under DDP (which gives the weight its main_grad) and in
+        training, weights change when an optimizer steps. Evaluation may swap weights (averages) without a step.
+        """
+        cache = self._weight_cache
+        if cache is None:
+            return None
+        under_ddp = getattr(weight, "main_grad", None) is not None
+        if cache.announced or (self.training and under_ddp and cache.clock.steps > 0):
+            return cache
+        cache.clear()
+        return None
+
+    def _draw_rounding(self) -> Rounding | None:
+        """Random bits for this forward. Megatron checkpoints and replays the generator: so do resumption and recomputation.
+
+        Raises:
+            UnsupportedError: A CUDA graph is being captured, which would replay this one draw for ever.
+        """
+        precision = self.plan.precision
+        if not precision.is_stochastic:
+            return None
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"{self.path}: recipe '{self.plan.recipe}' rounds stochastically, and a CUDA graph would replay the same "
+                "random bits in every step. Turn CUDA graphs off, or set rounding: nearest."
+            )
+        draw = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return Rounding(seed=precision.rounding_seed, draw=draw, rank=rank, path=self.path)
+
+    def _delay(self, weight: Any, sink: MainGradSink | None, compute: Callable[[], Tensor | None]) -> Tensor | None:
+        """Leaves dw to `backward_dw`. A DDP that left its hook here expects a gradient to be there by then."""
+
+        def deliver(dw: Tensor) -> None:
+            add_to_grad(weight, dw)
+            if not self._wgrad_hooks:
+                move_grad_to_main_grad(weight)
+
+        self._wgrad_queue.put(compute, deliver)
+        return sink.delivered() if sink is not None and self._wgrad_hooks else None
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients that backward passes have left since the last call (`config.delay_wgrad_compute`)."""
+        if not len(self._wgrad_queue):
+            return
+        self._wgrad_queue.run()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """DDP's hook for a weight marked `skip_backward_post_hook`: called when its delayed gradient is there."""
+        self._wgrad_hooks.append(hook)
+
+    def finish_init(self, quantization_config: Any) -> None:
+        """Megatron hands each module what `config.quant_recipe` says of it.
+
+        Raises:
+            ConfigError: It says anything: turbo modules take their precision from their plan.
+        """
+        if quantization_config is not None:
+            raise ConfigError(
+                f"{self.path}: quant_recipe (--te-precision-config-file) configures this module, but turbo modules take their "
+                f"precision from TurboConfig. Remove the match, or set linear: transformer_engine. Got {quantization_config!r}."
+            )
+
+    @property
+    def is_first_microbatch(self) -> bool:
+        """Megatron's schedules set this at a step's first microbatch, where `config.fp8`, `fp4` or a quantisation recipe is set.
+
+        Setting it makes the weight's quantised copies stale. They are also dropped when an optimizer steps or the weight changes
+        in a way torch records; see `functional/weight_cache.py`.
+        """
+        return self._first_microbatch
+
+    @is_first_microbatch.setter
+    def is_first_microbatch(self, value: bool) -> None:
+        self._first_microbatch = value
+        if value and self._weight_cache is not None:
+            self._weight_cache.begin_step()
