@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from primus_turbo_plugin.precision.config import COMPONENTS, PROVIDERS, TurboCon
 from primus_turbo_plugin.precision.config_file import parse_yaml, read_yaml
 from primus_turbo_plugin.precision.presets import ALIASES, PRESETS
 from primus_turbo_plugin.precision.recipe import PADDINGS
-from primus_turbo_plugin.precision.vocabulary import nearest
 
 #: Environment variables of this package -> meaning.
 VARIABLES: Mapping[str, str] = {"PRIMUS_TURBO_CONFIG": "path of a YAML configuration file"}
@@ -111,9 +111,13 @@ def _check_variables(environ: Mapping[str, str]) -> list[str]:
     for name in sorted(environ):
         if not name.startswith(_PREFIX) or name in VARIABLES:
             continue
-        hint = nearest(name, VARIABLES)
-        if hint:
-            raise ConfigError(f"environment: {name} is no variable of this package{hint}: rename or unset it")
+        known = [
+            variable.removeprefix(_PREFIX) for variable in VARIABLES
+        ]  # the common prefix must not count as likeness
+        close = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1, cutoff=0.7)
+        if close:
+            meant = _PREFIX + close[0]
+            raise ConfigError(f"environment: {name} is no variable of this package: rename it to {meant}, or unset it")
         notes.append(f"{name} is set, but is no variable of this package: not read")
     return notes
 
@@ -139,7 +143,7 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
 
     Args:
         args: What a parser with `add_turbo_arguments` parsed; flags that are absent or None count as not given.
-        environ: The environment, passed by the entry point (`os.environ`); None means none.
+        environ: The environment, which only entry points read; None means none.
 
     Raises:
         ConfigError: A source is unreadable or wrong, or two sources contradict each other where precedence says nothing.
