@@ -81,6 +81,9 @@ class WeightCache:
         self._state: _State | None = None
         self._copies: Copies = (None, None)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeightCache, ()  # a copied or unpickled module has a weight of its own
+
     def begin_step(self) -> None:
         """The weight may have changed since the last forward."""
         self.announced = True

@@ -111,6 +111,7 @@ class TurboLinearMixin:
             rounding=self._draw_rounding(),
         )
         y = linear(x if x.dim() == 2 else x.flatten(0, -2), weight, bias, call)
+        self._first_microbatch = False
         return y.view(first, *leading, y.shape[-1])
 
     @staticmethod
