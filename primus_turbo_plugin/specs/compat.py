@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -136,3 +137,31 @@ def fill(submodules: type, **slots: Any) -> Any:
     """An instance of the dataclass `submodules` with those of `slots` that this release has."""
     known = {field.name for field in dataclasses.fields(submodules)}
     return submodules(**{slot: spec for slot, spec in slots.items() if slot in known})
+
+
+def training_arguments() -> Any:
+    """The parsed arguments of the Megatron-LM program that is running, or None if none is.
+
+    A running program has imported `megatron.training`; importing it here would be slow, and impossible where it is absent.
+    """
+    module = sys.modules.get("megatron.training.global_vars")
+    return None if module is None else module._GLOBAL_ARGS
+
+
+def training_config() -> Any:
+    """The `TransformerConfig` of the running Megatron-LM program, made from its arguments as its model builder makes it.
+
+    Raises:
+        UnsupportedError: No such program is running.
+    """
+    args = training_arguments()
+    if args is None:
+        raise UnsupportedError(
+            "megatron_lm.gpt_spec is for Megatron-LM's --spec flag and no Megatron-LM program is running. "
+            "Call primus_turbo_plugin.gpt_layer_spec(config) instead."
+        )
+    if getattr(args, "yaml_cfg", None) is not None:
+        return importlib.import_module("megatron.training.yaml_arguments").core_transformer_config_from_yaml(
+            args, "language_model"
+        )
+    return importlib.import_module("megatron.training.arguments").core_transformer_config_from_args(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from megatron.core.transformer.multi_token_prediction import (
@@ -14,12 +15,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from primus_turbo_plugin.precision.config import TurboConfig
+from primus_turbo_plugin.precision.module_plan import ModulePlan
 from primus_turbo_plugin.specs import compat
 from primus_turbo_plugin.specs.bind import bind_layer, modules_of, require_matches
 from primus_turbo_plugin.specs.checkpoint import CheckpointKeys
 from primus_turbo_plugin.specs.layers import decoder_layer_spec, layer_norm
 from primus_turbo_plugin.specs.pipeline import moe_pattern, stage_layers
-from primus_turbo_plugin.specs.provider import TurboSpecProvider
+from primus_turbo_plugin.specs.provider import LINEAR_CLASSES, TurboSpecProvider
 from primus_turbo_plugin.specs.settings import resolve
 
 FINAL_NORM = "decoder.final_layernorm"
@@ -46,7 +48,7 @@ def gpt_layer_spec(
         ConfigError: A setting is impossible, contradictory, or names a module that does not exist.
         UnsupportedError: A setting of Megatron cannot be honoured; names all such settings.
     """
-    return _GptSpecs(config, turbo, checkpoint).block(vp_stage, pp_rank)
+    return GptSpecs(config, turbo, checkpoint).block(vp_stage, pp_rank)
 
 
 def gpt_mtp_spec(
@@ -58,16 +60,22 @@ def gpt_mtp_spec(
     checkpoint: CheckpointKeys | None = None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """The `mtp_block_spec` of a GPTModel, or None where this stage has no MTP layer. Arguments and errors as `gpt_layer_spec`."""
-    return _GptSpecs(config, turbo, checkpoint).mtp(vp_stage, pp_rank)
+    return GptSpecs(config, turbo, checkpoint).mtp(vp_stage, pp_rank)
 
 
 def gpt_module_paths(config: Any, turbo: TurboConfig | None = None) -> list[str]:
     """Paths of all modules of this package in the model, over all pipeline stages; what patterns are matched against."""
-    return list(_GptSpecs(config, turbo, None).modules)
+    return list(GptSpecs(config, turbo, None).modules)
 
 
-class _GptSpecs:
-    """The unbound templates of one model, and what binds them."""
+class GptSpecs:
+    """The specs of one model: templates of its layers, bound on demand to the plans of their paths.
+
+    Attributes:
+        config: A `TransformerConfig`.
+        turbo: `settings.resolve`'s result.
+        modules: Path -> class of this package's modules, over all pipeline stages.
+    """
 
     def __init__(self, config: Any, turbo: TurboConfig | None, checkpoint: CheckpointKeys | None) -> None:
         self.config = config
@@ -91,11 +99,22 @@ class _GptSpecs:
         """The norm after the last layer."""
         return bind_layer(self.final_norm, FINAL_NORM, self.turbo, None, self.config.num_layers)
 
+    def linear_plans(self) -> list[ModulePlan]:
+        """The plans of all linears, over all pipeline stages."""
+        plans: list[ModulePlan] = []
+        for path, kind in self.modules.items():
+            layer = re.match(r"decoder\.layers\.(\d+)\.", path)
+            if kind in LINEAR_CLASSES:
+                plans.append(self.turbo.plan(path, int(layer[1]) if layer else None, self.config.num_layers))
+        return plans
+
     def block(self, vp_stage: int | None, pp_rank: int | None) -> TransformerBlockSubmodules:
+        """The submodules of one pipeline stage's block."""
         layers = stage_layers(self.config, vp_stage=vp_stage, pp_rank=pp_rank)
         return TransformerBlockSubmodules(layer_specs=[self.layer(index) for index in layers], layer_norm=self.norm())
 
     def mtp(self, vp_stage: int | None, pp_rank: int | None) -> MultiTokenPredictionBlockSubmodules | None:
+        """The submodules of the MTP block, if this stage has one."""
         count = get_mtp_num_layers_to_build(self.config, vp_stage=vp_stage, pp_rank=pp_rank)
         if not count:
             return None

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
@@ -74,11 +75,13 @@ class TurboSpecProvider(LocalSpecProvider):
     def from_config(cls, config: Any, turbo: TurboConfig) -> TurboSpecProvider:
         """The provider of a model with this `TransformerConfig`.
 
-        Norms are not fused where they are to be recomputed: Megatron recomputes a norm only if it is a module of its own.
+        Norms are not fused into linears where they are to be recomputed, or to carry the residual: Megatron does either
+        only with a norm that is a module of its own.
         """
         choices = {component: getattr(turbo, component) for component in COMPONENTS}
         recomputed = config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ())
-        return cls(**choices, normalization=config.normalization, fuse=not recomputed)
+        carries_residual = getattr(config, "fused_residual_rmsnorm", False)  # from 0.17
+        return cls(**choices, normalization=config.normalization, fuse=not (recomputed or carries_residual))
 
     def linear(self) -> Any:
         """A linear with the whole weight on every tensor-parallel rank; what MLA projects down with."""
@@ -104,10 +107,12 @@ class TurboSpecProvider(LocalSpecProvider):
         return self._pick("linear", TurboLayerNormColumnParallelLinear, None, "column_parallel_layer_norm_linear")
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
-        """A norm. `has_residual` asks Transformer Engine to return the residual as well; ours and Megatron's never do."""
+        """A norm. `has_residual`: it stands in front of a residual branch and may return its input as well, where
+        `config.fused_residual_rmsnorm` asks for that; Megatron's own never does.
+        """
         provider = self.providers["norm"]
         if provider == "turbo":
-            return TurboNorm
+            return ModuleSpec(module=TurboNorm, params={"has_residual": True}) if has_residual else TurboNorm
         if provider == "transformer_engine":
             extra = {} if compat.facts().experts_are_a_pair else {"has_residual": has_residual}
             return self._engine.layer_norm(rms_norm=rms_norm, for_qk=for_qk, **extra)

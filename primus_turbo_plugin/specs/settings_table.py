@@ -125,7 +125,10 @@ REFUSED: Mapping[str, Refusal] = {
         unless=("megatron", "transformer_engine"),
     ),
     "fused_residual_rmsnorm": Refusal(
-        why="the norms do not return the residual", remedy="leave --fused-residual-rmsnorm out", component="norm"
+        why="Megatron's norms do not return the residual",
+        remedy="leave --fused-residual-rmsnorm out, or set 'norm: turbo'",
+        component="norm",
+        unless=("turbo", "transformer_engine"),
     ),
     # Attention
     "flash_attention_version": _attention("it chooses among Transformer Engine's kernels", "leave it out"),
@@ -170,9 +173,10 @@ CONDITIONAL: Mapping[str, str] = {
     "attention_backend": "auto; local needs 'attention: megatron', the others 'attention: transformer_engine'",
     "transformer_impl": "local or transformer_engine, without effect on this spec; inference_optimized refused",
     "delay_wgrad_compute": "honoured by linears of turbo and transformer_engine (`backward_dw`); refused with 'linear: megatron'",
-    "cp_comm_type": "see docs/specs.md; a list is refused on 0.16, which hands each layer its neighbour's entry",
-    "recompute_modules": "honoured. With `layernorm`, norms are not fused into the linears behind them: a fused one cannot be "
-    "recomputed",
+    "cp_comm_type": "all_gather; p2p is served by it, with a warning; a2a and a2a+p2p refused by core attention. A list is "
+    "refused on 0.16, which hands each layer its neighbour's entry",
+    "recompute_modules": "honoured. With `layernorm`, as with `fused_residual_rmsnorm`, norms are not fused into the linears "
+    "behind them, since Megatron can do this only with norms that stand alone",
     "recompute_granularity": "honoured; see `fp8`",
     "q_lora_rank": "honoured; None together with `qk_layernorm` is refused on 0.19, which cannot build that norm",
     "mtp_num_layers": "honoured through `gpt_mtp_spec`; refused with the --spec flag, which Megatron-LM ignores for MTP",
