@@ -32,6 +32,7 @@ _NORM_RTOL = 2.0**-8
 #: (what is asked, how it is run and judged): the second returns None, or what is wrong.
 Case = tuple[Request, Callable[[Any, torch.device], str | None]]
 Operand: TypeAlias = "Tensor | QuantizedTensor"
+Copies: TypeAlias = "tuple[QuantizedTensor | None, QuantizedTensor | None]"
 
 
 def _generator() -> torch.Generator:
@@ -55,25 +56,35 @@ def _specs() -> tuple[QuantSpec, ...]:
 
 
 def quantize_cases(torch_device: str) -> Iterator[Case]:
-    x = torch.randn(96, 160, generator=_generator()) * torch.logspace(-6, 6, 96).unsqueeze(1)
-    x[5, :40] = 0.0
-    x[7, 3], x[9, 64] = torch.nan, torch.inf
-    x = x.to(torch.bfloat16)
+    """Every spec on magnitudes over 12 decades, with and without NaN and Inf (a tensorwise scale would be NaN with them)."""
+    finite = torch.randn(96, 160, generator=_generator()) * torch.logspace(-6, 6, 96).unsqueeze(1)
+    finite[5, :40] = 0.0
+    finite = finite.to(torch.bfloat16)
+    special = finite.clone()
+    special[7, 3], special[9, 64] = torch.nan, torch.inf
     key = RoundingKey(seed=_SEED, draw=1, tensor=2, rank=0)
     for spec in _specs():
-        request = QuantizeRequest(device=torch_device, dtype=x.dtype, row_spec=spec, col_spec=spec)
 
         def check(kernels: Any, device: torch.device, spec: QuantSpec = spec) -> str | None:
-            wanted = reference_quantize.quantize_both(x, spec, spec, key=key, signs_seed=3)
-            got = kernels.quantize_both(x.to(device), spec, spec, key=key, signs_seed=3)
-            for name, expected, actual in zip(("rowwise", "columnwise"), wanted, got):
-                for part in ("block_scale", "data"):
-                    left, right = getattr(expected, part), getattr(actual, part).cpu()
-                    if not torch.equal(_bits(left), _bits(right)):
-                        return _first_difference(f"{name} {part}", _bits(left), _bits(right))
+            for x in (finite, special):
+                wanted = reference_quantize.quantize_both(x, spec, spec, key=key, signs_seed=3)
+                got = kernels.quantize_both(x.to(device), spec, spec, key=key, signs_seed=3)
+                wrong = _differing_copies(wanted, got)
+                if wrong is not None:
+                    return wrong
             return None
 
-        yield request, check
+        yield QuantizeRequest(device=torch_device, dtype=finite.dtype, row_spec=spec, col_spec=spec), check
+
+
+def _differing_copies(wanted: Copies, got: Copies) -> str | None:
+    """The first part of the first copy that differs in a bit."""
+    for name, expected, actual in zip(("rowwise", "columnwise"), wanted, got):
+        for part in ("block_scale", "data"):
+            left, right = _bits(getattr(expected, part)), _bits(getattr(actual, part).cpu())
+            if not torch.equal(left, right):
+                return _first_difference(f"{name} {part}", left, right)
+    return None
 
 
 def _bits(tensor: Tensor) -> Tensor:

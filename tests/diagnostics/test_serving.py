@@ -1,0 +1,120 @@
+"""Who serves what, on which units: emulation is called emulation, and only emulation is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from primus_turbo_plugin.diagnostics.serving import (
+    emulation,
+    format_summary,
+    gemm_formats,
+    requests_of,
+    unserved,
+    who_serves,
+)
+from primus_turbo_plugin.errors import ConfigError
+from primus_turbo_plugin.functional.linear_kernels import LinearKernels
+from primus_turbo_plugin.kernels.registry import default_registry
+from primus_turbo_plugin.kernels.requests import GemmRequest, QuantizeRequest
+from primus_turbo_plugin.precision.config import TurboConfig
+from primus_turbo_plugin.precision.module_plan import KernelOrders
+from primus_turbo_plugin.precision.presets import PRESETS
+from primus_turbo_plugin.precision.quant_spec import QuantSpec
+from primus_turbo_plugin.precision.recipe import Recipe
+from tests.diagnostics.machines import device, fake_backend, registry_with
+
+
+def summary(arch: str, *native_backends: str) -> dict[str, str]:
+    registry = registry_with(*(fake_backend(name) for name in native_backends))
+    return format_summary(device(arch), who_serves(registry, device(arch)))
+
+
+def test_quantised_formats_are_emulated_on_a_cpu_and_bf16_is_not() -> None:
+    found = summary("cpu")
+    assert found["bf16"] == "by torch"
+    for name in ("fp8", "mxfp8", "mxfp4"):
+        assert found[name].startswith("emulated by dequantising, numerics equal, no speed-up: cpu has no")
+
+
+def test_mxfp4_on_an_h200_is_emulated_whoever_multiplies_it() -> None:
+    """A kernel cannot use units the device lacks."""
+    assert summary("sm90", "triton")["mxfp4"] == (
+        "emulated by dequantising, numerics equal, no speed-up: sm90 has no MXFP4 matrix units"
+    )
+    assert summary("sm90", "triton")["fp8"] == "native, by triton"
+    assert summary("gfx942", "triton")["fp8"].endswith("the FP8 units of gfx942 read the FNUZ encoding, not OCP")
+
+
+def test_device_with_units_is_still_emulated_while_only_the_reference_multiplies() -> None:
+    assert "no kernel of this version uses gfx950's mxfp4 units" in summary("gfx950")["mxfp4"]
+    assert summary("gfx950")["bf16"] == "native, by torch"
+    assert summary("gfx950", "triton")["mxfp4"] == "native, by triton"
+
+
+def test_format_nobody_serves_shows_every_backends_reason() -> None:
+    rows = who_serves(default_registry(), device("cpu"), {"gemm_nt": ("torch",)})
+    assert format_summary(device("cpu"), rows)["mxfp4"] == "torch: multiplies plain tensors only, not quantised ones"
+    row = next(row for row in rows if row.formats == ("mxfp4",))
+    assert row.backend is None
+    assert dict(row.refusals).keys() == {"torch"}
+
+
+def test_one_order_for_all_ops_may_name_backends_some_ops_lack() -> None:
+    """`--turbo-kernels torch,reference`: torch multiplies plain tensors and quantises nothing."""
+    rows = who_serves(default_registry(), device("cpu"), KernelOrders.from_value(["torch", "reference"]))
+    assert {row.backend for row in rows if row.op == "quantize"} == {"reference"}
+    assert all(row.backend for row in rows)
+
+
+def test_order_with_an_unknown_backend_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"refrence.*Did you mean 'reference'"):
+        who_serves(default_registry(), device("cpu"), {"gemm_nt": ("refrence",)})
+
+
+def test_only_the_reference_decodes() -> None:
+    assert emulation(device("gfx950"), "mxfp8", "triton") is None
+    assert emulation(device("gfx950"), "mxfp8", "reference") is not None
+
+
+def test_formats_of_a_request() -> None:
+    def of(a: object, b: object) -> tuple[str, ...]:
+        return gemm_formats(GemmRequest(device="cpu", a=a, b=b, out_dtype=torch.float32))  # type: ignore[arg-type]
+
+    mxfp4, mxfp8 = QuantSpec(format="mxfp4"), QuantSpec(format="mxfp8")
+    assert of(torch.bfloat16, torch.bfloat16) == ("bf16",)
+    assert of(mxfp4, mxfp4) == ("mxfp4",)
+    assert of(mxfp4, mxfp8) == ("mxfp4", "mxfp8")
+    assert of(torch.bfloat16, mxfp8) == ("bf16", "mxfp8")
+    assert gemm_formats(QuantizeRequest(device="cpu", dtype=torch.bfloat16, row_spec=mxfp4)) == ()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_doctor_asks_for_exactly_the_kernels_a_linear_layer_selects(preset: str) -> None:
+    """If the layer asked for another kernel than the doctor, the doctor would call a broken machine healthy."""
+    asked: list[object] = []
+
+    class Recording:
+        def select(self, op: str, request: object, order: object = None) -> object:
+            asked.append(request)
+            return fake_backend("any")
+
+    plan = TurboConfig(precision=Recipe.preset(preset)).plan("m")
+    LinearKernels.select(
+        plan,
+        torch.device("cpu"),
+        torch.bfloat16,
+        wgrad_dtype=torch.float32,
+        accumulate=True,
+        registry=Recording(),  # type: ignore[arg-type]
+    )
+    assert set(asked) == set(requests_of(plan.precision, "cpu"))
+
+
+def test_what_nobody_serves_is_listed_with_reasons() -> None:
+    linear = Recipe.preset("mxfp4").linear()
+    assert unserved(linear, KernelOrders(), default_registry(), "cpu") == []
+    problems = unserved(linear, KernelOrders.from_value(["torch"]), default_registry(), "cpu")
+    assert len(problems) == 6  # three quantisations, three GEMMs
+    assert sum("torch: has no kernels for 'quantize'" in problem for problem in problems) == 3
+    assert sum("torch: multiplies plain tensors only" in problem for problem in problems) == 3

@@ -1,0 +1,180 @@
+"""The command line: exit codes, output for people and for scripts, and what it may not cost."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primus_turbo_plugin import __version__
+from primus_turbo_plugin.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PRIMUS_TURBO_CONFIG", raising=False)
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["doctor", "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_doctor_of_this_machine_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for title in ("Device", "Software", "Formats", "Served by", "Configuration"):
+        assert f"{title}\n" in text
+
+
+def test_json_goes_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = run_json(capsys)
+    assert (code, data["healthy"]) == (0, True)
+    assert data["package"] == __version__
+    assert capsys.readouterr().err == ""
+
+
+def test_config_file_is_resolved_and_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = write(tmp_path, "precision: mxfp4\nbf16_last_layers: 1")
+    code, data = run_json(capsys, "--config", path)
+    assert code == 0
+    assert data["config"]["values"]["precision"] == "mxfp4"
+    assert data["config"]["origins"] == {"precision": path, "bf16_last_layers": path}
+
+
+def test_configuration_of_the_environment_is_checked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, "precision: mxfp8")
+    monkeypatch.setenv("PRIMUS_TURBO_CONFIG", path)
+    _, data = run_json(capsys)
+    assert data["config"]["values"]["precision"] == "mxfp8"
+    assert data["variables"] == {**data["variables"], "PRIMUS_TURBO_CONFIG": path}
+
+
+def test_flags_are_checked_as_a_training_run_would(capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = run_json(capsys, "--turbo-precision", "mxfp4_all", "--turbo-kernels", "torch,reference")
+    assert code == 0
+    assert data["config"]["operands"]["fprop.x"] == "mxfp4(e2m1, 1x32, even, H16)"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("precison: mxfp4", "did you mean 'precision'"),
+        ("{precision: mxfp4, kernels: [torch]}", "plain tensors only"),
+        ("kernels: [nvcc]", "'nvcc'"),
+        ("kernels: {gemm: [torch]}", "unknown op 'gemm'"),
+        ("precision: {", "not valid YAML"),
+    ],
+)
+def test_something_asked_for_that_is_broken_exits_1_and_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: str
+) -> None:
+    path = write(tmp_path, text)
+    assert main(["doctor", "--config", path]) == 1
+    out = capsys.readouterr().out
+    assert words in " ".join(out.split("Broken\n")[1].split())
+    code, data = run_json(capsys, "--config", path)
+    assert (code, data["healthy"]) == (1, False)
+    assert any(words in problem["what"] for problem in data["problems"])
+
+
+def test_missing_config_file_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--config", "nowhere.yaml"]) == 1
+    assert "nowhere.yaml" in capsys.readouterr().out
+
+
+def test_self_test_is_run_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = run_json(capsys, "--selftest")
+    assert code == 0
+    assert {item["outcome"] for item in data["selftest"]} <= {"passed", "not claimed"}
+    assert data["device"]["name"]
+    assert run_json(capsys)[1]["selftest"] is None
+
+
+def test_failing_kernel_exits_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from primus_turbo_plugin.kernels.torch_native import gemm
+
+    monkeypatch.setattr(gemm, "gemm_nt", lambda a, b, **kwargs: a.float() @ b.float().T + 1)
+    code, data = run_json(capsys, "--selftest")
+    assert code == 1
+    assert {item["backend"] for item in data["selftest"] if item["outcome"] == "failed"} == {"torch"}
+
+
+@pytest.mark.parametrize("arguments", [["diagnose"], ["isa"], []])
+def test_unknown_or_missing_command_exits_2_and_lists_those_that_exist(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "doctor" in error or "COMMAND" in error
+    if arguments:
+        assert "doctor" in error
+
+
+def test_help_of_doctor_names_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("--json", "--selftest", "--config", "--turbo-precision", "mxfp4_wgrad"):
+        assert flag in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == f"primus-turbo-plugin {__version__}"
+
+
+def test_torch_that_cannot_be_imported_is_a_line_with_the_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def without_torch(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "torch":
+            raise OSError("libamdhip64.so: cannot open\nshared object file")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_torch)
+    assert main(["doctor"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "libamdhip64.so: cannot open shared object file" in error
+    assert "Install" in error
+
+
+def test_doctor_imports_no_megatron_and_takes_less_than_5_seconds_of_computing() -> None:
+    """CPU time, not wall time: a busy machine must not fail this."""
+    code = (
+        "import sys, time; from primus_turbo_plugin.cli import main; code = main(['doctor']);"
+        "loaded = sorted(name for name in sys.modules if name.startswith(('megatron', 'transformer_engine')));"
+        "print('LOADED', loaded, file=sys.stderr); print('SECONDS', time.process_time(), file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    facts = dict(line.split(" ", 1) for line in done.stderr.splitlines() if line.startswith(("LOADED", "SECONDS")))
+    assert facts["LOADED"] == "[]"
+    assert float(facts["SECONDS"]) < 5.0
+
+
+def test_reader_that_goes_away_is_no_traceback() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m primus_turbo_plugin.cli doctor | head -1", shell=True, capture_output=True, text=True
+    )
+    assert done.stdout == "Device\n"
+    assert "Traceback" not in done.stderr
