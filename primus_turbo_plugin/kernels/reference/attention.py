@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from primus_turbo_plugin.kernels.attention import AttentionMask, AttentionOptions, AttentionRequest
+from primus_turbo_plugin.kernels.attention import AttentionMask, AttentionOptions, AttentionRequest, Dropout
 from primus_turbo_plugin.kernels.attention_spans import spans
 from primus_turbo_plugin.kernels.registry import Backend
 
@@ -80,7 +80,7 @@ def attention_fwd(
             total = total + torch.exp(sink - shift)
         probabilities /= torch.where(total == 0, 1.0, total).unsqueeze(-1)
         if options.dropout is not None:
-            probabilities *= options.dropout.keep[:, :, block.rows, block.keys] * options.dropout.scale
+            probabilities = _dropped(probabilities, options.dropout, block)
         context = _by_group(probabilities, k.shape[2]) @ values[:, :, block.keys]
         out[:, block.rows] = context.view(*scores.shape[:3], v.shape[3]).transpose(1, 2).to(out.dtype)
         lse[:, :, block.rows] = shift + torch.log(total)
@@ -135,8 +135,8 @@ def attention_bwd(
         dprobabilities = (dcontext @ values[:, :, block.keys].transpose(-1, -2)).view(scores.shape)
         kept = probabilities
         if options.dropout is not None:
-            factor = options.dropout.keep[:, :, block.rows, block.keys] * options.dropout.scale
-            kept, dprobabilities = probabilities * factor, dprobabilities * factor
+            kept = _dropped(probabilities, options.dropout, block)
+            dprobabilities = _dropped(dprobabilities, options.dropout, block)
         dvalues[:, :, block.keys] += _by_group(kept, groups).transpose(-1, -2) @ dcontext
         delta = (probabilities * dprobabilities).sum(-1)
         dscores = probabilities * (dprobabilities - delta.unsqueeze(-1))
@@ -225,6 +225,10 @@ def _hidden(block: _Block, mask: AttentionMask, device: torch.device) -> Tensor 
         masked = _block_of(mask.masked, block)
         hidden = masked if hidden is None else hidden | masked
     return hidden
+
+
+def _dropped(x: Tensor, dropout: Dropout, block: _Block) -> Tensor:
+    return x * dropout.keep[:, :, block.rows, block.keys] * dropout.scale
 
 
 def _block_of(x: Tensor, block: _Block) -> Tensor:
