@@ -1,0 +1,33 @@
+"""Which code path a GPU gets, and why a machine has none."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@functools.cache
+def kernel_target(device_index: int) -> str:
+    """The `TARGET` of a GPU: `sm90` (PTX for packed bf16), `gfx950` (hardware FP4 conversion) or `generic` (plain Triton)."""
+    properties = torch.cuda.get_device_properties(device_index)
+    if torch.version.hip is not None:
+        return "gfx950" if properties.gcnArchName.split(":")[0] == "gfx950" else "generic"
+    return "sm90" if properties.major >= 9 else "generic"
+
+
+def refusal(device: str) -> str | None:
+    """Why Triton kernels cannot run on tensors of this device type, or None."""
+    if device != "cuda":
+        return f"runs on GPUs, the tensors are on {device}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs the triton package, which is not installed; it comes with torch's GPU builds"
+    return None
+
+
+def dtype_refusal(dtype: torch.dtype) -> str | None:
+    """Why a kernel cannot read this dtype, or None."""
+    return None if dtype in _DTYPES else f"reads bf16, fp16 and fp32, not {str(dtype).removeprefix('torch.')}"
