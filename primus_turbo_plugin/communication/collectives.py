@@ -24,6 +24,10 @@ from primus_turbo_plugin.errors import ShapeError
 Group: TypeAlias = dist.ProcessGroup
 T = TypeVar("T")
 
+# torch 2.14 renamed them, and warns of the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Pending(Generic[T]):
     """A result that may still be on its way.
@@ -73,7 +77,7 @@ def all_gather(x: Tensor, group: Group | None) -> Pending[Tensor]:
     if x.numel() == 0:
         return ready(gathered)
     source = x.contiguous()
-    work = dist.all_gather_into_tensor(gathered, source, group=group, async_op=True)
+    work = _all_gather(gathered, source, group=group, async_op=True)
     return Pending(lambda source=source: gathered, work)  # type: ignore[misc]
 
 
@@ -119,7 +123,7 @@ def reduce_scatter(x: Tensor, group: Group | None) -> Pending[Tensor]:
     if x.numel() == 0:
         return ready(share)
     source = x.contiguous()
-    work = dist.reduce_scatter_tensor(share, source, group=group, async_op=True)
+    work = _reduce_scatter(share, source, group=group, async_op=True)
     return Pending(lambda source=source: share, work)  # type: ignore[misc]
 
 

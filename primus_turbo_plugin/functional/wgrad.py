@@ -47,6 +47,7 @@ class WgradQueue:
         """
         self._pending.append((compute, deliver))
 
+    @torch.no_grad()
     def run(self) -> None:
         """Computes everything that is waiting; what each computation holds is freed as it ends."""
         while self._pending:
