@@ -1,0 +1,1 @@
+"""Reading AMDGCN assembly text: operands, instructions, programs, kernel descriptors."""

@@ -1,0 +1,26 @@
+"""The instructions, one module a family. Importing this package fills the registry."""
+
+from primus_turbo_plugin.amdgcn.emulator.isa import (  # noqa: F401  (each import registers its instructions)
+    control,
+    conversions,
+    conversions_small,
+    crosslane,
+    dual,
+    global_access,
+    global_atomics,
+    lds_access,
+    lds_atomics,
+    lds_transpose,
+    mfma,
+    scalar,
+    scalar_memory,
+    scratch,
+    tensor_dma,
+    to_lds,
+    vector_bits,
+    vector_compare,
+    vector_float,
+    vector_integer,
+    vector_packed,
+    wmma,
+)

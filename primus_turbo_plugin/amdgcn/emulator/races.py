@@ -1,0 +1,141 @@
+"""LDS races: accesses of different waves to the same bytes that no barrier orders.
+
+For each granule of LDS the tracker keeps the last writer and the last reader with the number of barriers that wave had
+*signalled* at the time. A later access by another wave is ordered after it only if that wave has *waited* for more
+barriers than that; this covers split barriers (`s_barrier_signal` .. `s_barrier_wait`) too. A transfer in flight counts as
+a write that is never ordered until it lands.
+
+Not understood: ordering through LDS memory barrier objects or atomics. LDS atomics are left out of the tracking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from primus_turbo_plugin.amdgcn.assembly.instructions import Instruction
+from primus_turbo_plugin.amdgcn.emulator.waves import Bools, Ints
+
+_IN_FLIGHT = 1 << 30
+_MANY = -2
+_NOBODY = -1
+
+
+@dataclass(slots=True)
+class Race:
+    """One hazard, summed over its occurrences.
+
+    Attributes:
+        kind: `RAW`, `WAR` or `WAW`; in flight is added where the other side is a transfer that has not landed.
+        instruction: The later access.
+        other: The earlier access.
+        granules: LDS granules concerned, over all work-groups and iterations.
+    """
+
+    kind: str
+    instruction: Instruction
+    other: Instruction
+    granules: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} race on {self.granules} LDS granule(s): {self.instruction.where} after {self.other.where}"
+
+
+class RaceTracker:
+    """Detects unordered LDS accesses.
+
+    Args:
+        groups: Work-groups.
+        bytes_per_group: LDS of one.
+        group_of: Work-group of each wave.
+        granule: Bytes per tracked unit: the narrowest LDS store of the kernel, at most 4.
+        instructions: The kernel's code, to name both sides.
+    """
+
+    def __init__(self, groups: int, bytes_per_group: int, group_of: Ints, granule: int,
+                 instructions: tuple[Instruction, ...]) -> None:  # fmt: skip
+        self._shift = granule.bit_length() - 1
+        self._units = (bytes_per_group >> self._shift) + 1
+        size = groups * self._units
+        self._group_of = group_of
+        self._instructions = instructions
+        self._writer, self._reader = (np.full(size, _NOBODY, np.int32) for _ in range(2))
+        self._write_mark, self._read_mark = (np.full(size, -1, np.int32) for _ in range(2))
+        self._write_pc, self._read_pc = (np.zeros(size, np.int32) for _ in range(2))
+        self.signals = np.zeros(len(group_of), np.int32)
+        self.waits = np.zeros(len(group_of), np.int32)
+        self.found: dict[tuple[str, int, int], Race] = {}
+
+    def units(self, waves: Ints, addresses: Ints, active: Bools, width: int) -> tuple[Ints, Ints]:
+        """The tracked units an access covers, and for each the wave that makes it; both flat."""
+        span = max(width >> self._shift, 1)
+        first = addresses >> self._shift
+        if span > 1 and (addresses & ((1 << self._shift) - 1)).any():
+            span += 1
+        base = first + self._group_of[waves][:, None] * self._units
+        who = np.broadcast_to(waves[:, None], base.shape)
+        flat, who = base[active], who[active]
+        return (flat[:, None] + np.arange(span)).ravel(), np.repeat(who, span)
+
+    def read(self, pc: int, units: Ints, who: Ints) -> None:
+        """Check and record a read."""
+        mark = self._write_mark[units]
+        in_flight = mark == _IN_FLIGHT
+        late = (mark >= self.waits[who]) & (self._writer[units] != who)
+        self._report("RAW", pc, self._write_pc[units], late & ~in_flight)
+        self._report("RAW, in flight,", pc, self._write_pc[units], in_flight)
+        shared = (self._read_mark[units] >= self.waits[who]) & (self._reader[units] != who)
+        self._reader[units] = np.where(shared, _MANY, who)
+        clash = (self._reader[units] != who) & ~shared
+        self._reader[units[clash]] = _MANY
+        self._read_mark[units] = self.signals[who]
+        self._read_pc[units] = pc
+
+    def write(self, pc: int, units: Ints, who: Ints, changed: NDArray[np.bool_] | None = None,
+              in_flight: bool = False) -> None:  # fmt: skip
+        """Check and record a write.
+
+        Args:
+            changed: For each unit, whether the stored bytes differ from what is there. Two waves storing the same
+                bytes twice (replicated layouts) do no harm and are not reported.
+            in_flight: The write may land at any time from now on.
+        """
+        mark = self._write_mark[units]
+        other = mark == _IN_FLIGHT
+        late = (mark >= self.waits[who]) & (self._writer[units] != who)
+        if changed is not None:
+            late &= changed
+        self._report("WAW", pc, self._write_pc[units], late & ~other)
+        self._report("WAW, in flight,", pc, self._write_pc[units], other & (late | (self._writer[units] == who)))
+        early = (self._read_mark[units] >= self.waits[who]) & (self._reader[units] != who)
+        self._report("WAR", pc, self._read_pc[units], early)
+        self._writer[units] = who
+        self._write_mark[units] = _IN_FLIGHT if in_flight else self.signals[who]
+        self._write_pc[units] = pc
+
+    def clash(self, pc: int, units: Ints, who: Ints, lost: NDArray[np.bool_]) -> None:
+        """After a store: report waves that wrote the same unit in the same instruction with different bytes.
+
+        Args:
+            lost: For each unit, whether what is there now is not what its wave stored.
+        """
+        self._report("WAW", pc, np.full(len(units), pc, np.int32), lost & (self._writer[units] != who))
+
+    def landed(self, units: Ints, who: Ints) -> None:
+        """A transfer has landed: from here on it is an ordinary write of its wave."""
+        self._write_mark[units] = self.signals[who]
+
+    def publish(self, units: Ints) -> None:
+        """A transfer has landed and signalled an LDS barrier object: taken as ordered for everyone."""
+        self._write_mark[units] = -1
+
+    def _report(self, kind: str, pc: int, other: NDArray[np.int32], where: Bools) -> None:
+        if not where.any():
+            return
+        for source, number in zip(*np.unique(other[where], return_counts=True), strict=True):
+            key = (kind, pc, int(source))
+            if key not in self.found:
+                self.found[key] = Race(kind, self._instructions[pc], self._instructions[int(source)])
+            self.found[key].granules += int(number)
