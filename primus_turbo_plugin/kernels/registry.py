@@ -139,11 +139,12 @@ class KernelRegistry:
         return tuple(choices)
 
     def _choose(self, op: str, request: Request, order: Iterable[str] | None) -> Choice:
+        known = self.names(op)
         if request.op != op:
             raise ConfigError(f"kernels: {op}: the request must be one for {op!r}, got one for {request.op!r}.")
-        names = self.names(op) if order is None else tuple(order)
+        names = known if order is None else tuple(order)
         if not names:
-            raise ConfigError(f"kernels: {op}: the order must name a backend. Known: {', '.join(self.names(op))}.")
+            raise ConfigError(f"kernels: {op}: the order must name a backend. Known: {', '.join(known)}.")
         candidates = {name: self._candidate(op, name) for name in names}
         refusals: dict[str, str] = {}
         for name, backend in candidates.items():

@@ -116,6 +116,10 @@ class _Tile:
     rows: range
     cols: range
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows), len(self.cols)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
@@ -167,11 +171,10 @@ class _Job:
     def load(self, tile: _Tile) -> torch.Tensor:
         """The tile of x in fp32, zero-padded and rotated; a contiguous tensor of its own."""
         piece = self.x[tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop]
-        shape = (len(tile.rows), len(tile.cols))
-        if piece.shape == shape:
-            values = torch.empty(shape, dtype=torch.float32, device=self.x.device).copy_(piece)
+        if piece.shape == tile.shape:
+            values = torch.empty(tile.shape, dtype=torch.float32, device=self.x.device).copy_(piece)
         else:
-            values = torch.zeros(shape, dtype=torch.float32, device=self.x.device)
+            values = torch.zeros(tile.shape, dtype=torch.float32, device=self.x.device)
             values[: piece.shape[0], : piece.shape[1]] = piece
         return rotate(values, self.spec.hadamard, self.signs, self.dim) if self.spec.hadamard else values
 

@@ -1,0 +1,43 @@
+"""The bars of the numerical tests, each with where it comes from.
+
+u = 2^-24 is half an ulp of fp32 at 1: one fp32 operation is off by at most u relative.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FP32_UNIT = 2.0**-24
+BF16_UNIT = 2.0**-8
+FP16_UNIT = 2.0**-11
+"""Largest relative error of one rounding to 24, 8 and 11 significant bits."""
+
+UNIT = {torch.float32: FP32_UNIT, torch.bfloat16: BF16_UNIT, torch.float16: FP16_UNIT}
+
+GAUSSIAN_RELATIVE_ERROR = {"mxfp4": 0.112, "mxfp8": 0.0265, "fp8": 0.0262}
+"""RMS error over RMS value of i.i.d. Gaussian numbers in 1x32 blocks (fp8: tensorwise), default rules, measured on 2^24 numbers.
+
+Plausible: E2M1 has steps of 1/2 to 1/4 of a value, E4M3 of 1/8 to 1/16; a uniform error of step / sqrt(12) gives 0.11 and 0.026.
+"""
+GAUSSIAN_RELATIVE_ERROR_SPREAD = 0.03
+"""Relative spread allowed for a sample of 2^16 numbers: about five standard deviations of the mean of the squared errors."""
+
+
+def accumulation_bound(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Largest error of a @ b.T when exact products are summed in fp32 in any order, then rounded once to `out_dtype`.
+
+    A sum of K terms in any order is off by at most (K - 1) u sum|terms| to first order (Higham, Accuracy and Stability of
+    Numerical Algorithms, 4.2); the final rounding adds one unit of the output dtype. Elementwise: a wrong tile cannot hide.
+
+    Args:
+        a: `[M, K]`.
+        b: `[N, K]`.
+        out_dtype: dtype of the result.
+
+    Returns:
+        fp64 `[M, N]`.
+    """
+    magnitude = a.double().abs() @ b.double().abs().t()
+    exact = (a.double() @ b.double().t()).abs()
+    smallest = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}[out_dtype]
+    return 1.01 * (a.shape[1] * FP32_UNIT * magnitude + UNIT[out_dtype] * exact) + smallest
