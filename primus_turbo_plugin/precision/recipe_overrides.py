@@ -119,8 +119,6 @@ def _slot_fields(base: str, slot: Slot, levels: Levels) -> dict[str, Any]:
     rounding_from = None
     for path in ("", operand, gemm, f"{gemm}.{operand}"):
         level = dict(levels[path])
-        if any(key in level for key in RESETS):
-            rounding_from = None
         if "preset" in level:
             name = level.pop("preset")
             fields = dict(PRESETS[ALIASES.get(name, name)][slot])

@@ -47,6 +47,10 @@ def test_what_cannot_be_had_is_a_problem_with_key_and_remedy(mapping: dict[str, 
     assert any(all(word in item for word in words) for item in found), found
 
 
+def test_wrong_name_is_said_once_and_not_again_for_every_recipe_it_spoils() -> None:
+    assert len(problems_of({"precision": "mxfp4", "kernels": ["refrence"], "modules": {"*.fc2": "mxfp8"}})) == 1
+
+
 def test_installed_provider_is_no_problem() -> None:
     assert problems_of({"norm": "transformer_engine"}, transformer_engine="2.9.0") == []
     assert problems_of({"linear": "megatron", "norm": "megatron"}) == []

@@ -53,6 +53,15 @@ def test_modules_that_run_alike_are_one_row_with_their_layers() -> None:
     ]
 
 
+def test_rows_are_in_order_of_layers_whatever_the_order_of_plans() -> None:
+    rows = precision_rows(reversed(plans()))
+    assert [(row.layers, row.recipe) for row in rows if row.modules.endswith("linear_qkv")] == [
+        ("0", "bf16"),
+        ("1-9", "mxfp4"),
+        ("10-11", "bf16"),
+    ]
+
+
 def test_module_outside_the_layers_has_a_row_of_its_own() -> None:
     rows = precision_rows([*plans(), CONFIG.plan("mtp.layers.0.eh_proj")])
     assert rows[-1] == PrecisionRow(modules="mtp.layers.0.eh_proj", layers="", recipe="mxfp4", reason="precision")
@@ -102,7 +111,7 @@ def test_report_without_plans_still_says_what_runs_here() -> None:
 
 def test_report_is_printed_by_rank_0_once(capsys: pytest.CaptureFixture[str]) -> None:
     _print.cache_clear()
-    print_once("first", rank=1)
+    print_once("not for rank 1", rank=1)
     print_once("first", rank=0)
     print_once("first", rank=0)
     print_once("second")  # torch.distributed is not initialised here: this is rank 0
