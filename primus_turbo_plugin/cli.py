@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="primus-turbo", description="Tools of the primus_turbo_plugin package.")
     parser.add_argument("--version", action="version", version=f"primus-turbo-plugin {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", required=True)
     doctor = commands.add_parser(
         "doctor",
         help="device, versions, what serves each op, what is missing",

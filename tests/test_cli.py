@@ -120,10 +120,7 @@ def test_unknown_or_missing_command_exits_2_and_lists_those_that_exist(
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert "doctor" in error or "COMMAND" in error
-    if arguments:
-        assert "doctor" in error
+    assert "doctor" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_help_of_doctor_names_its_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,6 +96,6 @@ def _serving_problems(config: TurboConfig, device: Device, registry: KernelRegis
         for item in config.modules
     ]
     for where, recipe, orders in asked:
-        for reason in unserved(recipe.linear(), orders, registry, device.torch_device):
-            remedy = f"Change 'kernels', or the precision of {where}."
-            yield Problem(where=f"{where}: {recipe.name}", what=reason, remedy=remedy)
+        for missing in unserved(recipe.linear(), orders, registry, device.torch_device):
+            remedy = f"Allow another backend for {missing.op!r} in 'kernels', or choose another recipe."
+            yield Problem(where=f"{where}: {recipe.name}", what=f"{missing}.", remedy=remedy)

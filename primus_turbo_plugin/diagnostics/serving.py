@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from primus_turbo_plugin.devices import FORMATS, Device
-from primus_turbo_plugin.errors import ConfigError, UnsupportedError
+from primus_turbo_plugin.errors import UnsupportedError
 from primus_turbo_plugin.kernels.registry import Choice, KernelRegistry
 from primus_turbo_plugin.kernels.requests import GemmRequest, QuantizeRequest, Request
 from primus_turbo_plugin.precision.module_plan import KernelOrders
@@ -124,14 +124,38 @@ def requests_of(precision: LinearPrecision, torch_device: str) -> list[Request]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unserved:
+    """Requests of one op that nobody in the order serves, for the same reasons.
+
+    Attributes:
+        op: The op.
+        requests: The requests in words.
+        reasons: (backend, reason) in the order asked.
+    """
+
+    op: str
+    requests: tuple[str, ...]
+    reasons: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        more = f" and {len(self.requests) - 1} more" if len(self.requests) > 1 else ""
+        reasons = "; ".join(f"{backend}: {reason}" for backend, reason in self.reasons)
+        return f"no allowed backend can do {self.requests[0]}{more} ({reasons})"
+
+
 def unserved(
     precision: LinearPrecision, kernels: KernelOrders, registry: KernelRegistry, torch_device: str
-) -> list[str]:
-    """What nobody serves of a linear layer, each with every backend's reason; empty where all is served."""
-    problems = []
+) -> list[Unserved]:
+    """What nobody serves of a linear layer; empty where all is served.
+
+    Raises:
+        ConfigError: An order names an op or a backend that does not exist.
+    """
+    groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}
     for request in requests_of(precision, torch_device):
         try:
             registry.select(request.op, request, kernels.get(request.op))
-        except (UnsupportedError, ConfigError) as error:
-            problems.append(str(error))
-    return problems
+        except UnsupportedError as error:
+            groups.setdefault((request.op, tuple(error.reasons.items())), []).append(str(request))
+    return [Unserved(op=op, requests=tuple(found), reasons=reasons) for (op, reasons), found in groups.items()]

@@ -114,7 +114,16 @@ def test_doctor_asks_for_exactly_the_kernels_a_linear_layer_selects(preset: str)
 def test_what_nobody_serves_is_listed_with_reasons() -> None:
     linear = Recipe.preset("mxfp4").linear()
     assert unserved(linear, KernelOrders(), default_registry(), "cpu") == []
-    problems = unserved(linear, KernelOrders.from_value(["torch"]), default_registry(), "cpu")
-    assert len(problems) == 6  # three quantisations, three GEMMs
-    assert sum("torch: has no kernels for 'quantize'" in problem for problem in problems) == 3
-    assert sum("torch: multiplies plain tensors only" in problem for problem in problems) == 3
+    found = unserved(linear, KernelOrders.from_value(["torch"]), default_registry(), "cpu")
+    assert [(item.op, dict(item.reasons)) for item in found] == [
+        ("quantize", {"torch": "has no kernels for 'quantize'"}),
+        ("gemm_nt", {"torch": "multiplies plain tensors only, not quantised ones"}),
+    ]
+    assert [len(item.requests) for item in found] == [3, 3]
+    assert "and 2 more (torch: has no kernels" in str(found[0])
+    assert "\n" not in str(found[0])
+
+
+def test_unknown_backend_is_an_error_not_something_unserved() -> None:
+    with pytest.raises(ConfigError, match="nvcc"):
+        unserved(Recipe.preset("mxfp4").linear(), KernelOrders.from_value(["nvcc"]), default_registry(), "cpu")
