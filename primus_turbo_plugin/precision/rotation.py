@@ -82,12 +82,13 @@ def _join(y: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
 def _butterflies(y: torch.Tensor) -> torch.Tensor:
     """Unnormalised Walsh-Hadamard transform of the middle axis of `[runs, n, m]`, into a new tensor."""
     runs, n, m = y.shape
+    result, spare = torch.empty_like(y), torch.empty_like(y)
     stride = 1
     while stride < n:
         source = y.view(runs, n // (2 * stride), 2, stride, m)
-        y = torch.empty_like(y)
-        result = y.view_as(source)
-        torch.add(source[:, :, 0], source[:, :, 1], out=result[:, :, 0])
-        torch.sub(source[:, :, 0], source[:, :, 1], out=result[:, :, 1])
+        pairs = result.view_as(source)
+        torch.add(source[:, :, 0], source[:, :, 1], out=pairs[:, :, 0])
+        torch.sub(source[:, :, 0], source[:, :, 1], out=pairs[:, :, 1])
+        y, result, spare = result, spare, result
         stride *= 2
     return y

@@ -86,16 +86,19 @@ def philox4x32(counter: torch.Tensor, k0: int, k1: int, c2: int, c3: int) -> tup
     Returns:
         Four int64 tensors of that shape, words in [0, 2^32).
     """
-    # A product of two 32-bit words wraps in int64, but its 64 bits are right: hi and lo are masked out of them.
+    # A product of two 32-bit words wraps in int64, but its 64 bits are right: the low word is masked out of them late, as the
+    # upper bits of x1 and x3 are masked away with those of the shifted product. Buffers are swapped, not allocated anew.
     x0, x1 = counter & _MASK32, (counter >> 32) & _MASK32
     x2, x3 = torch.full_like(counter, c2), torch.full_like(counter, c3)
+    p0, p1 = torch.empty_like(counter), torch.empty_like(counter)
     for _ in range(_ROUNDS):
-        p0, p1 = x0 * _M0, x2 * _M1
-        x0 = (p1 >> 32).bitwise_and_(_MASK32).bitwise_xor_(x1).bitwise_xor_(k0)
-        x2 = (p0 >> 32).bitwise_and_(_MASK32).bitwise_xor_(x3).bitwise_xor_(k1)
-        x1, x3 = p1.bitwise_and_(_MASK32), p0.bitwise_and_(_MASK32)
+        torch.mul(x0, _M0, out=p0)
+        torch.mul(x2, _M1, out=p1)
+        torch.bitwise_right_shift(p1, 32, out=x0).bitwise_xor_(x1).bitwise_xor_(k0).bitwise_and_(_MASK32)
+        torch.bitwise_right_shift(p0, 32, out=x2).bitwise_xor_(x3).bitwise_xor_(k1).bitwise_and_(_MASK32)
+        x1, p1, x3, p0 = p1, x1, p0, x3
         k0, k1 = (k0 + _W0) & _MASK32, (k1 + _W1) & _MASK32
-    return x0, x1, x2, x3
+    return x0, x1.bitwise_and_(_MASK32), x2, x3.bitwise_and_(_MASK32)
 
 
 def random_words(

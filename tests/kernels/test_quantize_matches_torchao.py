@@ -1,4 +1,4 @@
-"""MX codes and scales equal torchao's bit for bit, under all four scale rules; where our law differs on purpose, a test says so."""
+"""MX codes and scales equal torchao's bit for bit, under all four rules; where our law differs on purpose, a test says so."""
 
 from __future__ import annotations
 
