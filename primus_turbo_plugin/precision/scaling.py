@@ -82,6 +82,7 @@ def _over_max_value(amax: torch.Tensor, element: ElementType) -> torch.Tensor:
     """fp32(amax / max_value), correctly rounded on every device.
 
     The divisor is a tensor on amax's device: by a Python number, torch on a GPU multiplies with the rounded reciprocal, one
-    ulp off in half of all cases (seen on an H200, torch 2.11), which `rceil` turns into a factor of two where amax is max_value * 2^k.
+    ulp off in half of all cases (seen on an H200, torch 2.11). `rceil` turns that into a factor of two where amax is
+    max_value * 2^k.
     """
     return amax / amax.new_full((), element.max_value)
