@@ -105,7 +105,7 @@ class TurboLinearMixin:
             parallel=parallel,
             sink=sink,
             delay=partial(self._delay, weight, sink) if self.config.delay_wgrad_compute else None,
-            defer=None if defer is None else lambda dy: defer(dy.view(first, *leading, dy.shape[-1])),
+            defer=None if defer is None else lambda dy: defer(dy.reshape(first, *leading, dy.shape[-1])),
             cache=self._cache_of(weight),
             transpose_weight=self.training,
             rounding=self._draw_rounding(),

@@ -45,9 +45,7 @@ def test_strided_inputs_are_neither_misread_nor_written(rank_info: RankInfo) -> 
     before = turned.clone()
     assert torch.equal(all_gather(turned, group).wait(), torch.cat([w.t() for w in whole]))
     torch.testing.assert_close(all_reduce(turned, group).wait(), (whole[0] + whole[1]).t())
-    torch.testing.assert_close(
-        reduce_scatter(turned, group).wait(), (whole[0] + whole[1]).t()[2 * rank : 2 * rank + 2]
-    )
+    torch.testing.assert_close(reduce_scatter(turned, group).wait(), (whole[0] + whole[1]).t()[2 * rank : 2 * rank + 2])
     assert torch.equal(turned, before)
 
 

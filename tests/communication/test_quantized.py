@@ -32,7 +32,11 @@ def _whole(seed: int, outer: int, contraction: int) -> torch.Tensor:
     """Rows and columns of very different size, so that a scale shared across a shard's edge shows."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(outer, contraction, generator=generator)
-    return x * torch.exp(3 * torch.randn(outer, 1, generator=generator)) * torch.exp(torch.randn(contraction, generator=generator))
+    return (
+        x
+        * torch.exp(3 * torch.randn(outer, 1, generator=generator))
+        * torch.exp(torch.randn(contraction, generator=generator))
+    )
 
 
 def _shards(axis: Any, shard: tuple[int, int], size: int, seed: int) -> list[torch.Tensor]:

@@ -54,7 +54,9 @@ def _run(layer: Any, x: Tensor, dy: Tensor | None, **forward: Any) -> dict[str, 
     source = leaf(x)
     y, bias = layer(source, **forward)
     y.backward(torch.ones_like(y) if dy is None else dy)
-    grads = {f"grad of {name}": parameter.grad for name, parameter in layer.named_parameters() if parameter.requires_grad}
+    grads = {
+        f"grad of {name}": parameter.grad for name, parameter in layer.named_parameters() if parameter.requires_grad
+    }
     return {"y": y, "returned bias": bias, "dx": source.grad, **grads}
 
 
@@ -138,7 +140,9 @@ def test_the_whole_layer_is_recovered_from_its_shards(rank_info: RankInfo) -> No
             own = weight.grad.chunk(size, dim=0 if split == "column" else 1)[rank]
             torch.testing.assert_close(got["grad of weight"].double(), own, rtol=2e-6, atol=4e-6)
             db = got["grad of bias"].double()
-            if split == "row" and sequence_parallel:  # of this rank's tokens; Megatron sums what is marked sequence_parallel
+            if (
+                split == "row" and sequence_parallel
+            ):  # of this rank's tokens; Megatron sums what is marked sequence_parallel
                 assert layer.bias.sequence_parallel
                 torch.distributed.all_reduce(db)
             own_bias = bias.grad.chunk(size)[rank] if split == "column" else bias.grad
@@ -220,10 +224,38 @@ def test_layers_on_a_device_are_initialised_from_megatrons_random_state(rank_inf
         for cls in _classes(split):
             start_megatron(tp=rank_info.world_size, seed=rank_info.seed)
             own = {"gather_output": False} if split == "column" else {"input_is_parallel": True}
-            weights.append(
-                cls(K, N, config=config, init_method=normal_, bias=False, skip_bias_add=False, **own).weight
-            )
+            weights.append(cls(K, N, config=config, init_method=normal_, bias=False, skip_bias_add=False, **own).weight)
         assert torch.equal(weights[-1], weights[-2])
     shards = [torch.empty_like(weights[0]) for _ in range(2)]
     torch.distributed.all_gather(shards, weights[0].detach())
     assert not torch.equal(*shards)
+
+
+@ranks(world_size=[2], megatron=True)
+@pytest.mark.parametrize("split", ["column", "row"])
+def test_fused_and_delayed_gradients_of_a_split_layer_equal_megatrons(rank_info: RankInfo, split: str) -> None:
+    """The transfers belong to backward even where the GEMM is put off, so that their order is the same on every rank."""
+    size, rank = rank_info.world_size, rank_info.rank
+    start_megatron(tp=size)
+    g = torch.Generator().manual_seed(rank_info.seed)
+    for sequence_parallel in (False, True):
+        config = megatron_config(sequence_parallel=sequence_parallel, tensor_model_parallel_size=size)
+        x, dy = _tensors(g, split, size, BATCH, rank, sequence_parallel, torch.float32)
+        expected = _run(_pair(split, config, rank_info.seed)[1], x, dy)
+        for fused in (False, True):
+            for delayed in (False, True):
+                config = megatron_config(sequence_parallel=sequence_parallel, tensor_model_parallel_size=size)
+                layer, _ = _pair(split, config, rank_info.seed)
+                layer.gradient_accumulation_fusion = fused
+                config.delay_wgrad_compute = delayed
+                if fused:
+                    layer.weight.main_grad = torch.ones_like(layer.weight)
+                got = _run(layer, x, dy)
+                if delayed:
+                    assert layer.weight.grad is None
+                    assert not fused or torch.equal(layer.weight.main_grad, torch.ones_like(layer.weight))
+                    layer.backward_dw()
+                dw = layer.weight.main_grad - 1 if fused and layer.weight.grad is None else layer.weight.grad
+                torch.testing.assert_close(dw, expected["grad of weight"], rtol=1e-5, atol=1e-5)
+                assert torch.equal(got["dx"], expected["dx"])
+                assert torch.equal(got["grad of bias"], expected["grad of bias"])

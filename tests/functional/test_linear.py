@@ -43,7 +43,7 @@ def test_forward_and_gradients_match_fp64(request: Any, dtype: torch.dtype, toke
     leaves = [leaf(t) for t in (x, w, b)]
     y = linear(*leaves, make_call(plan(), dtype))
     y.backward(dy)
-    for name, value, reference in zip("y dx dw db".split(), [y, *(t.grad for t in leaves)], _expected(x, w, b, dy)):
+    for name, value, reference in zip(["y", "dx", "dw", "db"], [y, *(t.grad for t in leaves)], _expected(x, w, b, dy)):
         assert value.dtype == dtype
         assert relative_error(value, reference) <= BARS[dtype], name
 

@@ -32,7 +32,9 @@ def _mx_2d(w: Tensor, rule: str) -> Tensor:
 
 def _hadamard16() -> Tensor:
     """By its definition, H[i, j] = (-1)^popcount(i & j), over 4."""
-    return torch.tensor([[(-1.0) ** (i & j).bit_count() / 4 for j in range(16)] for i in range(16)], dtype=torch.float64)
+    return torch.tensor(
+        [[(-1.0) ** (i & j).bit_count() / 4 for j in range(16)] for i in range(16)], dtype=torch.float64
+    )
 
 
 def _rotated(t: Tensor) -> Tensor:

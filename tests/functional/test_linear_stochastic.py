@@ -1,4 +1,4 @@
-"""Stochastic rounding in the linear: reproducible by its key, different wherever the key is, unbiased, replayed in recomputation."""
+"""Stochastic rounding in the linear: reproducible by its key, different wherever the key is, unbiased, replayed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_mean_over_draws_approaches_what_nearest_rounding_misses(request: An
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputation_replays_the_draw(request: Any, use_reentrant: bool) -> None:
-    """A draw from the CPU generator is restored by torch's checkpoint; codes that differ between passes are not the same function."""
+    """torch's checkpoint restores the CPU generator; were the draw from elsewhere, the second pass would be another function."""
     g = seeded(request)
     x, w = torch.randn(64, 64, generator=g), torch.randn(64, 64, generator=g)
     of = plan("mxfp4", fprop={"x": {"rounding": "stochastic"}})
@@ -76,7 +76,9 @@ def test_recomputation_replays_the_draw(request: Any, use_reentrant: bool) -> No
 
     def layer(t: Tensor, weight: Tensor) -> Tensor:
         draw = int(torch.randint(2**62, ()))
-        y = linear(t, weight, None, make_call(of, torch.float32, rounding=Rounding(seed=7, draw=draw, rank=0, path="m")))
+        y = linear(
+            t, weight, None, make_call(of, torch.float32, rounding=Rounding(seed=7, draw=draw, rank=0, path="m"))
+        )
         outputs.append(y.detach())
         return y
 

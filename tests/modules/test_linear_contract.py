@@ -140,7 +140,11 @@ def test_instances_are_megatrons_own_kinds_and_keep_the_callers_config(rank_info
 
     start_megatron()
     config = megatron_config(gradient_accumulation_fusion=True)  # without Apex
-    for kind, cls in {"column": ColumnParallelLinear, "layernorm_column": ColumnParallelLinear, "row": RowParallelLinear}.items():
+    for kind, cls in {
+        "column": ColumnParallelLinear,
+        "layernorm_column": ColumnParallelLinear,
+        "row": RowParallelLinear,
+    }.items():
         layer = _layer(kind, config)
         assert isinstance(layer, cls)
         assert layer.config is config
@@ -182,7 +186,16 @@ def test_state_dicts_load_from_megatrons_and_transformer_engines_and_back(rank_i
 
 def _described(state: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint's metadata says of each entry."""
-    fields = ("key", "global_shape", "global_offset", "axis_fragmentations", "local_shape", "dtype", "replica_id", "prepend_axis_num")
+    fields = (
+        "key",
+        "global_shape",
+        "global_offset",
+        "axis_fragmentations",
+        "local_shape",
+        "dtype",
+        "replica_id",
+        "prepend_axis_num",
+    )
     return {name: {f: getattr(entry, f, None) for f in fields} for name, entry in state.items()}
 
 
@@ -216,7 +229,9 @@ def test_sharded_state_dicts_are_megatrons(rank_info: RankInfo) -> None:
 @ranks(world_size=[1, 2], megatron=True)
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_norm_and_linear_in_one_equal_the_two_apart(rank_info: RankInfo, normalization: str, zero_centered: bool) -> None:
+def test_norm_and_linear_in_one_equal_the_two_apart(
+    rank_info: RankInfo, normalization: str, zero_centered: bool
+) -> None:
     """Values and gradients against fp64, and the linear's initialisation against Megatron's."""
     size, rank = rank_info.world_size, rank_info.rank
     start_megatron(tp=size)
@@ -280,7 +295,11 @@ def test_a_duplicated_linear_is_whole_and_alike_on_every_rank(rank_info: RankInf
     torch.distributed.all_gather(shards, layer.weight.detach())
     assert torch.equal(*shards)
     for parameter in layer.parameters():
-        assert (parameter.allreduce, parameter.sequence_parallel, parameter.tensor_model_parallel) == (True, True, False)
+        assert (parameter.allreduce, parameter.sequence_parallel, parameter.tensor_model_parallel) == (
+            True,
+            True,
+            False,
+        )
     x = torch.randn(5, 2, K, requires_grad=True)  # this rank's tokens
     y, _ = layer(x)
     y.square().sum().backward()
@@ -312,6 +331,31 @@ def test_a_stochastic_recipe_draws_once_a_forward_from_the_checkpointed_generato
         repeated.append(source.grad)
     assert torch.equal(repeated[0], repeated[1])
     assert not torch.equal(repeated[0], repeated[2])
+
+
+@ranks(world_size=1, megatron=True)
+def test_megatrons_recomputation_replays_the_draw(rank_info: RankInfo) -> None:
+    """Megatron saves and restores the CPU generator around the second forward; the codes of both must be the same."""
+    from megatron.core.tensor_parallel import checkpoint
+
+    start_megatron()
+    stochastic = plan("mxfp4", fprop={"x": {"rounding": "stochastic"}}, wgrad={"dy": {"rounding": "stochastic"}})
+    layer = _layer("column", megatron_config(), plan=stochastic)
+    x, outputs = torch.randn(16, 2, K), []
+    layer.register_forward_hook(lambda module, args, result: outputs.append(result[0].detach()))
+    gradients = []
+    for recompute in (False, True):
+        layer.zero_grad()
+        torch.manual_seed(rank_info.seed)
+        source = leaf(x)
+        y = checkpoint(lambda t: layer(t)[0], False, source) if recompute else layer(source)[0]
+        torch.randn(3)  # whatever runs between forward and backward
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+        gradients.append((source.grad, layer.weight.grad))
+    assert len(outputs) == 3
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[1], outputs[2])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
 
 
 @ranks(world_size=1, megatron=True)

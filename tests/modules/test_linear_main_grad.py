@@ -28,11 +28,19 @@ def _network(config: Any, *, turbo: bool, seed: int, recipe: str = "bf16") -> An
         def __init__(self) -> None:
             super().__init__(config)
             column, row = (
-                (TurboColumnParallelLinear, TurboRowParallelLinear) if turbo else (ColumnParallelLinear, RowParallelLinear)
+                (TurboColumnParallelLinear, TurboRowParallelLinear)
+                if turbo
+                else (ColumnParallelLinear, RowParallelLinear)
             )
             own = {"plan": plan(recipe)} if turbo else {}
             torch.manual_seed(seed)
-            both: dict[str, Any] = {"config": config, "init_method": normal_, "bias": True, "skip_bias_add": False, **own}
+            both: dict[str, Any] = {
+                "config": config,
+                "init_method": normal_,
+                "bias": True,
+                "skip_bias_add": False,
+                **own,
+            }
             self.fc1 = column(HIDDEN, 2 * HIDDEN, gather_output=False, **both)
             self.fc2 = row(2 * HIDDEN, HIDDEN, input_is_parallel=True, **both)
 
@@ -108,7 +116,11 @@ def test_fused_gradients_lose_less_than_bf16_ones(rank_info: RankInfo) -> None:
     g = torch.Generator().manual_seed(rank_info.seed)
     inputs = [torch.randn(TOKENS, 1, HIDDEN, generator=g).bfloat16() for _ in range(MICROBATCHES)]
     grads = {}
-    for name, dtype, fused in (("exact", torch.float32, False), ("fused", torch.bfloat16, True), ("unfused", torch.bfloat16, False)):
+    for name, dtype, fused in (
+        ("exact", torch.float32, False),
+        ("fused", torch.bfloat16, True),
+        ("unfused", torch.bfloat16, False),
+    ):
         config = megatron_config(params_dtype=dtype, gradient_accumulation_fusion=fused)
         network = _network(config, turbo=True, seed=rank_info.seed)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Weights are quantised once a step, and never used stale: through Megatron's schedules, optimizers, recomputation, evaluation."""
+"""Weights are quantised once a step and never used stale, through Megatron's schedules, optimizers, recomputation, evaluation."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ def _fresh(x: Tensor, weight: Tensor) -> Tensor:
     """What the layer must give: nothing cached, straight through the kernels."""
     precision = plan("mxfp4").precision
     rows = x.detach().flatten(0, -2)
-    return gemm_nt(
-        quantize(rows, precision.fprop_x), quantize(weight.detach(), precision.fprop_w), out_dtype=x.dtype
-    )
+    return gemm_nt(quantize(rows, precision.fprop_x), quantize(weight.detach(), precision.fprop_w), out_dtype=x.dtype)
 
 
 def _optimizer(model: Any, **settings: Any) -> Any:
@@ -146,11 +144,11 @@ def test_once_a_step_over_four_microbatches(rank_info: RankInfo, distributed_opt
     torch.manual_seed(rank_info.seed + rank_info.rank)
     for announced in (False, True):
         for dtype in (torch.float32, torch.bfloat16):
-            config = megatron_config(params_dtype=dtype, bf16=dtype == torch.bfloat16, fp8="hybrid" if announced else None)
-            model = _model(config, recompute=recompute, use_distributed_optimizer=distributed_optimizer)
-            optimizer = _optimizer(
-                model, bf16=dtype == torch.bfloat16, use_distributed_optimizer=distributed_optimizer
+            config = megatron_config(
+                params_dtype=dtype, bf16=dtype == torch.bfloat16, fp8="hybrid" if announced else None
             )
+            model = _model(config, recompute=recompute, use_distributed_optimizer=distributed_optimizer)
+            optimizer = _optimizer(model, bf16=dtype == torch.bfloat16, use_distributed_optimizer=distributed_optimizer)
             cache = model.module.fc1._weight_cache
             with _counting() as count:
                 fresh_clock = cache.clock.steps == 0
