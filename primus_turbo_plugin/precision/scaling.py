@@ -81,8 +81,7 @@ def fp8_scale(amax: torch.Tensor, element: ElementType) -> torch.Tensor:
 def _over_max_value(amax: torch.Tensor, element: ElementType) -> torch.Tensor:
     """fp32(amax / max_value), correctly rounded on every device.
 
-    The divisor is a tensor on amax's device: by a Python number, torch on a GPU multiplies with the rounded reciprocal, one
-    ulp off in half of all cases (seen on an H200, torch 2.11). `rceil` turns that into a factor of two where amax is
-    max_value * 2^k.
+    The divisor is a tensor on amax's device: by a Python number, torch on a GPU multiplies with the rounded reciprocal, and
+    about half of all FP8 scales came out one ulp off (H200, torch 2.11). Near a power of two that can also move rceil's byte.
     """
     return amax / amax.new_full((), element.max_value)
