@@ -14,6 +14,7 @@ from primus_turbo_plugin.kernels.reference.quantize import quantize
 from primus_turbo_plugin.kernels.torch_native import gemm as torch_native
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+from primus_turbo_plugin.precision.rotation import rotate
 from tests.kernels.quantize_cases import ALL_BLOCKS, gaussian, on_grid, spec
 from tests.tolerances import accumulation_bound
 
@@ -221,13 +222,14 @@ def test_the_toy_check_of_the_law(rng: torch.Generator) -> None:
     assert wgrad_error(x * outlier, dy * outlier, rotated) == pytest.approx(0.063, abs=0.010)
 
 
-def test_rotating_along_hidden_instead_of_tokens_does_not_help(rng: torch.Generator) -> None:
-    """The wrong axis keeps a token's outliers together: the error stays where it was."""
-    x, dy = gaussian(rng, 512, 128), gaussian(rng, 512, 128)
+def test_rotating_along_tokens_helps_and_along_hidden_does_not(rng: torch.Generator) -> None:
+    """The wrong axis keeps an outlier token's numbers together in their blocks: the error stays where it was."""
     outlier = torch.ones(512, 1)
     outlier[::100] = 30
-    x, dy = x * outlier, dy * outlier
-    assert wgrad_error(x, dy, spec("mxfp4", hadamard=16)) < 0.6 * wgrad_error(x, dy, spec("mxfp4"))
+    x, dy = gaussian(rng, 512, 128) * outlier, gaussian(rng, 512, 128) * outlier
+    plain = wgrad_error(x, dy, spec("mxfp4"))
+    assert wgrad_error(x, dy, spec("mxfp4", hadamard=16)) < 0.6 * plain
+    assert wgrad_error(rotate(x, 16, dim=1), rotate(dy, 16, dim=1), spec("mxfp4")) > 0.9 * plain
 
 
 def test_operands_rotated_differently_are_refused(rng: torch.Generator) -> None:
