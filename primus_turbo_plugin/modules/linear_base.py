@@ -97,7 +97,7 @@ class TurboLinearMixin:
             [..., out]; the first dimension is as many times longer or shorter as `parallel` gathers or scatters.
         """
         refuse_fsdp(weight, self.path)
-        sink = MainGradSink(weight, self.path) if fused and weight.requires_grad else None
+        sink = MainGradSink(weight, self.path) if fused else None
         first, leading = self._first_dim(x, parallel), x.shape[1:-1]
         call = LinearCall(
             plan=self.plan,

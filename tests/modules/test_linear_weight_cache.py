@@ -51,6 +51,7 @@ def _model(config: Any, *, recompute: bool = False, **ddp: Any) -> Any:
     """One quantised layer under DDP, which checks each of its forwards against a fresh quantisation."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.enums import ModelType
+    from megatron.core.tensor_parallel import checkpoint
     from megatron.core.transformer.module import MegatronModule
 
     from primus_turbo_plugin.modules import TurboColumnParallelLinear
@@ -63,13 +64,15 @@ def _model(config: Any, *, recompute: bool = False, **ddp: Any) -> Any:
             self.fc1 = TurboColumnParallelLinear(
                 HIDDEN, HIDDEN, config=config, init_method=normal_, bias=False, gather_output=False, plan=of
             )
-            self.out = torch.nn.Parameter(torch.ones(HIDDEN, dtype=config.params_dtype))
+            self.scale = torch.nn.Parameter(torch.ones(HIDDEN, dtype=config.params_dtype))
 
         def set_input_tensor(self, _: Any) -> None: ...
 
         def forward(self, x: Tensor) -> Tensor:
-            y = torch.utils.checkpoint.checkpoint(self._layer, x, use_reentrant=False) if recompute else self._layer(x)
-            return (y * self.out).float()
+            x = (
+                x * self.scale
+            )  # Megatron's checkpoint runs its first pass without gradients, and needs an input that wants one
+            return (checkpoint(self._layer, False, x) if recompute else self._layer(x)).float()
 
         def _layer(self, x: Tensor) -> Tensor:
             y = self.fc1(x)[0]
@@ -219,13 +222,29 @@ def test_without_megatrons_training_loop_every_forward_quantises(rank_info: Rank
         HIDDEN, HIDDEN, config=megatron_config(), init_method=normal_, bias=False, plan=plan("mxfp4")
     )
     x = torch.randn(TOKENS, 1, HIDDEN)
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()  # nothing to do, yet the clock ticks
     with _counting() as count:
         for _ in range(3):
             y = layer(x)[0]
             assert torch.equal(y[:, 0], _fresh(x, layer.weight))
-            torch.optim.SGD(layer.parameters(), lr=0.1).step()  # nothing to do, yet the clock ticks
             layer.weight.data.mul_(1.5)
         assert count.take() == 3
+
+
+@ranks(world_size=1, megatron=True)
+def test_only_the_first_microbatch_begins_a_step(rank_info: RankInfo) -> None:
+    from primus_turbo_plugin.modules import TurboColumnParallelLinear
+
+    start_megatron()
+    layer = TurboColumnParallelLinear(
+        HIDDEN, HIDDEN, config=megatron_config(), init_method=normal_, bias=False, plan=plan("mxfp4")
+    )
+    layer.is_first_microbatch = True
+    with _counting() as count:
+        for first in (True, False, False, True):
+            layer.is_first_microbatch = first
+            layer(torch.randn(TOKENS, 1, HIDDEN))
+        assert count.take() == 2
 
 
 @ranks(world_size=1, megatron=True)
