@@ -206,6 +206,15 @@ def test_scores_far_beyond_the_range_of_exp_do_not_overflow(rng: torch.Generator
     assert relative_error(out, want) <= BARS[torch.float32]
 
 
+def test_a_sink_far_above_all_scores_takes_everything_and_one_far_below_nothing(rng: torch.Generator) -> None:
+    q, k, v = (_tensor(rng, 7, 1, 2, 4) for _ in range(3))
+    sinks = torch.tensor([300.0, -300.0], requires_grad=True)
+    out = attention(q, k, v, sinks=sinks)
+    assert not out[:, :, 0].any()
+    torch.testing.assert_close(out[:, :, 1], attention(q, k, v)[:, :, 1])
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), (q, k, v, sinks)))
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 4, 8), (3, 0, 4, 8), (1, 1, 1, 1)], ids=str)
 def test_empty_and_single_inputs_have_outputs_and_gradients(shape: tuple[int, ...], rng: torch.Generator) -> None:
     q, k, v = (_tensor(rng, *shape) for _ in range(3))
