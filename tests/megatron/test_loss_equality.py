@@ -19,7 +19,9 @@ LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2)]
 def test_loss_equals_megatrons_local_spec_for_every_tp_pp_and_sp(rank_info: RankInfo, bf16: bool, bound: float) -> None:
     """Megatron's local RMSNorm refuses sequence parallelism, so those runs are compared with the local spec without it."""
     for tensor, pipeline in LAYOUTS:
-        job = Job(spec="local", tensor=tensor, pipeline=pipeline, bf16=bf16, seed=rank_info.seed, distributed_optimizer=True)
+        job = Job(
+            spec="local", tensor=tensor, pipeline=pipeline, bf16=bf16, seed=rank_info.seed, distributed_optimizer=True
+        )
         local = train(job)
         for sequence_parallel in [False, True] if tensor > 1 else [False]:
             turbo = train(job.but(spec="turbo", sequence_parallel=sequence_parallel))

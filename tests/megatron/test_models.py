@@ -91,7 +91,9 @@ def test_mixture_of_experts_with_sequence_parallelism_matches_megatrons_linears(
 
 @ranks(world_size=2, megatron=True)
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("variant", [{}, {"q_lora_rank": None}, {"qk_layernorm": True}], ids=["lora", "no_q_lora", "norms"])
+@pytest.mark.parametrize(
+    "variant", [{}, {"q_lora_rank": None}, {"qk_layernorm": True}], ids=["lora", "no_q_lora", "norms"]
+)
 def test_multi_latent_attention_matches_local(rank_info: RankInfo, tensor: int, variant: dict[str, Any]) -> None:
     """The down projections are whole on every rank here and sharded in the local spec: the same numbers."""
     model = {**MLA, **variant}
@@ -104,7 +106,9 @@ def test_multi_latent_attention_matches_local(rank_info: RankInfo, tensor: int, 
 @ranks(world_size=2, megatron=True)
 @pytest.mark.parametrize("layout", [{}, {"pipeline": 2}, {"tensor": 2}], ids=["dp2", "pp2", "tp2"])
 def test_multi_token_prediction_matches_local(rank_info: RankInfo, layout: dict[str, Any]) -> None:
-    same_training(Job(model={"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}, steps=6, seed=rank_info.seed, **layout))
+    same_training(
+        Job(model={"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}, steps=6, seed=rank_info.seed, **layout)
+    )
 
 
 @ranks(world_size=2, megatron=True)

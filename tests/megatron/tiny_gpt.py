@@ -9,6 +9,9 @@ groups anew, so that one launch of processes runs many.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import multiprocessing
+import queue
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,11 +34,11 @@ class Job:
         turbo: A `TurboConfig` as YAML would hold it.
         model: Settings of `TransformerConfig` that differ from the tiny model's.
         steps, micro_batches: Optimizer steps, and micro batches a step.
-        seed: Of weights and dropout. Data depend on the data-parallel rank alone.
+        seed: Of weights and dropout; data do not depend on it.
         optimizer: Settings of `OptimizerConfig` that differ.
         ddp: Settings of `DistributedDataParallelConfig` that differ.
         load, save: Checkpoint folders; `optimizer_state`: whether they hold the optimizer.
-        first_step: Data of so many steps are skipped, as a resumed run skips them.
+        first_step: Steps whose data a resumed run skips.
         match_keys: Rename the loaded keys to those of the checkpoint (`match_checkpoint_keys`).
     """
 
@@ -261,32 +264,31 @@ def wrap(job: Job, config: Any, models: list[Any]) -> tuple[list[Any], Any]:
 
 
 def batches(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Arithmetic progressions modulo the vocabulary: learnable, different on each data-parallel rank."""
+    """Arithmetic progressions modulo the vocabulary: learnable. Jobs with equal global batches see the same data, however
+    these are spread over data-parallel ranks and micro batches.
+    """
     from megatron.core import parallel_state as ps
 
-    generator = torch.Generator().manual_seed(100 + ps.get_data_parallel_rank())
-    size, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
+    ranks, rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
+    size, part = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
     positions = torch.arange(SEQ)[None].expand(MICRO_BATCH, -1)
-    while True:
-        first = torch.randint(0, VOCAB, (MICRO_BATCH, 1), generator=generator)
-        tokens = (first + 7 * torch.arange(SEQ + 1)) % VOCAB
-        parts = (tokens[:, :-1], positions, tokens[:, 1:])
-        if size > 1:  # Megatron's order under context parallelism: chunk r and chunk 2 * size - 1 - r
-            pick = (rank, 2 * size - 1 - rank)
-            parts = tuple(torch.cat([part.chunk(2 * size, dim=1)[i] for i in pick], dim=1) for part in parts)  # type: ignore[assignment]
-        yield parts
+    for step in itertools.count(job.first_step):
+        for micro in range(job.micro_batches):
+            sample = (step * ranks + rank) * job.micro_batches + micro
+            first = torch.randint(0, VOCAB, (MICRO_BATCH, 1), generator=torch.Generator().manual_seed(sample))
+            tokens = (first + 7 * torch.arange(SEQ + 1)) % VOCAB
+            batch = (tokens[:, :-1], positions, tokens[:, 1:])
+            if size > 1:  # Megatron's order under context parallelism: chunk r and chunk 2 * size - 1 - r
+                chunks = (part, 2 * size - 1 - part)
+                batch = tuple(torch.cat([x.chunk(2 * size, dim=1)[i] for i in chunks], dim=1) for x in batch)  # type: ignore[assignment]
+            yield batch
 
 
-def run_steps(
-    job: Job, config: Any, models: list[Any], optimizer: Any
-) -> tuple[list[list[float]], list[list[float]]]:
+def run_steps(job: Job, config: Any, models: list[Any], optimizer: Any) -> tuple[list[list[float]], list[list[float]]]:
     """Optimizer steps through Megatron's schedule: losses and gradient norms."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     iterators = [batches(job) for _ in models]
-    for iterator in iterators:
-        for _ in range(job.first_step * job.micro_batches):
-            next(iterator)
     mask = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1) if job.context == 1 else None
 
     def forward_step(iterator: Any, model: Any) -> Any:
@@ -322,7 +324,14 @@ def run_steps(
     return history, norms
 
 
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+def bare(model: Any) -> Any:
+    """The GPTModel inside its wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def _sharded(job: Job, models: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
@@ -330,7 +339,7 @@ def _sharded(job: Job, models: list[Any], optimizer: Any, *, loading: bool) -> d
 
     metadata = {**_METADATA, "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
     state: dict[str, Any] = {
-        f"model{i if len(models) > 1 else ''}": model.sharded_state_dict(metadata=metadata)
+        f"model{i if len(models) > 1 else ''}": bare(model).sharded_state_dict(metadata=metadata)
         for i, model in enumerate(models)
     }
     if job.optimizer_state:
@@ -346,8 +355,30 @@ def save(job: Job, models: list[Any], optimizer: Any) -> None:
     if dist.get_rank() == 0:
         Path(job.save or "").mkdir(parents=True, exist_ok=True)
     dist.barrier()
+    _write_in_this_process()
     dist_checkpointing.save(_sharded(job, models, optimizer, loading=False), job.save)
+    torch.save(_random_states(), Path(job.save or "") / f"random_{dist.get_rank()}.pt")
     dist.barrier()
+
+
+def _write_in_this_process() -> None:
+    """Megatron's writer collects its results through a server process, which a test's (daemonic) process may not have and
+    would leave behind; a saver that waits needs none.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    results: queue.Queue[Any] = queue.Queue()
+    for name in ("get_write_results_queue", "_get_write_results_queue"):  # from 0.17, and before
+        if name in vars(filesystem_async):
+            setattr(filesystem_async, name, lambda *_, **__: results)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
+def _random_states() -> dict[str, Any]:
+    """What Megatron's training loop saves of a rank's random state."""
+    from megatron.core import tensor_parallel
+
+    return {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
 
 
 def load(job: Job, models: list[Any], optimizer: Any) -> None:
@@ -361,11 +392,18 @@ def load(job: Job, models: list[Any], optimizer: Any) -> None:
         match_checkpoint_keys(wanted, job.load or "")
     state = dist_checkpointing.load(wanted, job.load)
     for i, model in enumerate(models):
-        model.load_state_dict(state[f"model{i if len(models) > 1 else ''}"])
+        bare(model).load_state_dict(state[f"model{i if len(models) > 1 else ''}"])
     if job.optimizer_state:
         optimizer.load_state_dict(state["optimizer"])
     else:
         optimizer.reload_model_params()
+    random_states = Path(job.load or "") / f"random_{dist.get_rank()}.pt"
+    if random_states.exists():
+        from megatron.core import tensor_parallel
+
+        states = torch.load(random_states)
+        torch.set_rng_state(states["cpu"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
 
 
 def relative_difference(a: list[list[float]], b: list[list[float]]) -> float:

@@ -1,0 +1,134 @@
+"""Distributed checkpoints: between this package's spec and Megatron's, between layouts, and back bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.megatron.test_models import MLA, MOE
+from tests.megatron.tiny_gpt import Job, bare, build, make_config, relative_difference, start, train
+from tests.support.distributed import RankInfo, ranks
+
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+
+DENSE: dict[str, Any] = {"qk_layernorm": True}
+DENSE_MLA: dict[str, Any] = {**MLA, "qk_layernorm": True}
+#: What Megatron's Transformer Engine spec writes (experts one by one, no grouped GEMM), besides `_extra_state`.
+ENGINE_KEYS = {
+    "dense": {
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.self_attention.linear_qkv.weight",
+        "decoder.layers.self_attention.linear_proj.weight",
+        "decoder.layers.self_attention.q_layernorm.weight",
+        "decoder.layers.self_attention.k_layernorm.weight",
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.mlp.linear_fc1.weight",
+        "decoder.layers.mlp.linear_fc2.weight",
+    },
+    "moe": {
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.self_attention.linear_qkv.weight",
+        "decoder.layers.self_attention.linear_proj.weight",
+        "decoder.layers.pre_mlp_layernorm.weight",
+        "decoder.layers.mlp.router.weight",
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+        "decoder.layers.mlp.experts.experts.linear_fc2.weight",
+    },
+    "mla": {
+        "decoder.layers.input_layernorm.weight",
+        "decoder.layers.self_attention.linear_q_down_proj.weight",
+        "decoder.layers.self_attention.linear_q_up_proj.layer_norm_weight",
+        "decoder.layers.self_attention.linear_q_up_proj.weight",
+        "decoder.layers.self_attention.linear_kv_down_proj.weight",
+        "decoder.layers.self_attention.linear_kv_up_proj.layer_norm_weight",
+        "decoder.layers.self_attention.linear_kv_up_proj.weight",
+        "decoder.layers.self_attention.linear_proj.weight",
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.mlp.linear_fc1.weight",
+        "decoder.layers.mlp.linear_fc2.weight",
+    },
+}
+MODELS = {"dense": DENSE, "moe": MOE, "mla": DENSE_MLA}
+EVERYWHERE = {
+    "decoder.final_layernorm.weight",
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+}
+
+
+@ranks(world_size=1, megatron=True)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("turbo", [{}, {"norm": "megatron"}, {"linear": "megatron"}], ids=["fused", "norm", "linear"])
+def test_keys_are_transformer_engines_whoever_provides_the_modules(
+    rank_info: RankInfo, kind: str, turbo: dict[str, str]
+) -> None:
+    job = Job(model=MODELS[kind], turbo=turbo)
+    start(job)
+    keys = {item.key for item in build(job, make_config(job))[0].sharded_state_dict().values() if hasattr(item, "key")}
+    assert {key for key in keys if "_extra_state" not in key} == ENGINE_KEYS[kind] | EVERYWHERE
+
+
+@ranks(world_size=2, megatron=True)
+@pytest.mark.parametrize("kind", MODELS)
+def test_local_to_turbo_to_local_and_across_tensor_parallel_sizes(
+    rank_info: RankInfo, kind: str, tmp_path: Path
+) -> None:
+    """Six steps of the local spec, against two of it, two of turbo under TP=2 and SP, and two of local again."""
+    model, seed = MODELS[kind], rank_info.seed
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    local = Job(spec="local", model=model, steps=2, seed=seed, expert=2 if kind == "moe" else 1)
+    turbo: dict[str, Any] = {"spec": "turbo"}
+    if kind != "moe":  # Megatron's optimizer cannot load state of experts into another expert-parallel size
+        turbo |= {"tensor": 2, "sequence_parallel": True, "micro_batches": 4}
+    expected = train(local.but(steps=6)).losses
+    losses = train(local.but(save=first)).losses
+    losses += train(local.but(first_step=2, load=first, save=second, **turbo)).losses
+    losses += train(local.but(first_step=4, load=second, match_keys=True)).losses
+    assert relative_difference(_means(losses), _means(expected)) <= 1e-5
+
+
+@ranks(world_size=2, megatron=True)
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "sequence_parallel": True}], ids=["dp2", "tp2_sp"])
+@pytest.mark.parametrize(
+    "turbo",
+    [{}, {"precision": {"preset": "mxfp4", "dy": {"rounding": "stochastic"}}}],
+    ids=["bf16", "mxfp4_stochastic"],
+)
+def test_resuming_gives_the_same_bits(
+    rank_info: RankInfo, layout: dict[str, Any], turbo: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    job = Job(bf16=True, turbo=turbo, seed=rank_info.seed, distributed_optimizer=True, **layout)
+    train(job.but(steps=3, save=folder))
+    whole = train(job.but(steps=6))
+    resumed = train(job.but(steps=3, first_step=3, load=folder, seed=rank_info.seed + 1))
+    assert resumed.losses == whole.losses[3:]
+    assert resumed.gradient_norms == whole.gradient_norms[3:]
+    for name, value in whole.parameters.items():
+        assert torch.equal(resumed.parameters[name], value), name
+
+
+@ranks(world_size=1, megatron=True)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("turbo", [{}, {"norm": "megatron"}], ids=["fused", "separate_norms"])
+def test_plain_state_dict_of_the_local_spec_loads(rank_info: RankInfo, kind: str, turbo: dict[str, str]) -> None:
+    job = Job(spec="local", model=MODELS[kind], steps=2, seed=rank_info.seed)
+    local = train(job)
+    state = bare(local.models[0]).state_dict()
+    other = train(job.but(spec="turbo", turbo=turbo, steps=0, seed=rank_info.seed + 1))
+    missing = bare(other.models[0]).load_state_dict(state, strict=True)
+    assert not missing.missing_keys
+    assert not missing.unexpected_keys
+    values = sorted(float(value.sum()) for value in local.parameters.values())
+    assert values == sorted(float(value.sum()) for value in other.parameters.values())
+
+
+def _means(history: list[list[float]]) -> list[list[float]]:
+    """[step][0]: the mean loss over micro batches and ranks."""
+    means = torch.tensor([[sum(step) / len(step)] for step in history], dtype=torch.float64)
+    dist.all_reduce(means)
+    return (means / dist.get_world_size()).tolist()
