@@ -56,6 +56,12 @@ class CopyMeta(NamedTuple):
         """The scale spans more than one tile, so that the amax takes a pass of its own."""
         return self.block_contraction == 0
 
+    @property
+    def bf16_round_up(self) -> int:
+        """What the E2M1 scale rule adds to the bf16 bits of an amax: all four rules, since RCEIL's amax / 6 passes a power of two
+        exactly where amax's mantissa passes 1.5."""
+        return 0x3F if self.rceil else self.round_up >> 16
+
     @classmethod
     def of(cls, spec: QuantSpec) -> CopyMeta:
         """The numbers of a quantised spec."""

@@ -3,6 +3,7 @@
 Math      c = sign(y) 2^max(exponent(y), 0);  r = 2^22 c + y: one fp32 addition whose last bit is E2M1's step in y's binade, so it
           rounds to nearest even. r's bits hold the number of steps k (bits 0-2) and the exponent (bits 23-24), and the code is
           k + 2 exponent, below the sign: r (2^28 + 2^6 + 1) + 2^29 brings exactly sign and code into the top four bits
+          (bf16 pairs: 2^6 c, bits 0-2 and 7-8, and the same product for both halves of a word)
 Cost      per element: maximum, and, fma, multiply-add, funnel shift; for bf16 pairs half of that (two elements an instruction)
 Numerics  |y| < 7 whenever the scale rule is not FLOOR (EVEN: amax < 1.75 * 2^(emax + 1)), so nothing can round past 6; FLOOR clamps
 Limits    y must be finite; the caller zeroes blocks that hold NaN. TARGET: "sm90" uses PTX for packed bf16, "gfx950" the hardware
@@ -15,9 +16,12 @@ import triton
 import triton.language as tl
 
 
-def _pack8_bf16_asm(clamp: bool) -> str:
-    """PTX of `pack8_bf16`: as `_top_nibble`, on pairs. bf16 has 8 significant bits, so r = 2^6 c + y, and the code lands in the top
-    nibble of each half. Pairs (0,4) (1,5) (2,6) (3,7): the low halves give the low four nibbles of the word.
+def _pack8_asm(clamp: bool) -> str:
+    """PTX of `pack8_bf16`: `_top_nibble` on pairs. bf16 has 8 significant bits, so r = 2^6 c + y.
+
+    Operands: $1-$4 words of two bf16, $5 the inverse scale in both halves, $6 what to keep of the result. Pairs (0,4) (1,5) (2,6)
+    (3,7): the low halves give the low four nibbles. The addend lacks 2^25 in the upper half, to make room for the low half's
+    product, which spills into the upper one's low 12 bits.
     """
     pairs = range(4)
     lines = [".reg .b32 y0, y1, y2, y3, t0, t1, t2, t3, one, shift, limit;"]
@@ -29,14 +33,14 @@ def _pack8_bf16_asm(clamp: bool) -> str:
     lines += [f"max.xorsign.abs.bf16x2 t{i}, y{i}, one;" for i in pairs]
     lines += [f"and.b32 t{i}, t{i}, 0xFF80FF80;" for i in pairs]
     lines += [f"fma.rn.bf16x2 y{i}, t{i}, shift, y{i};" for i in pairs]
-    lines += [f"mad.lo.u32 y{i}, y{i}, 0x1041, 0x20002000;" for i in pairs]
-    for i in (1, 2, 3):
-        lines += ["shr.u32 y0, y0, 4;", f"lop3.b32 y0, y0, y{i}, 0x0FFF0FFF, 0xE4;"]  # (y0 & mask) | (y_i & ~mask)
-    return "{\n" + "\n".join([*lines, "mov.b32 $0, y0;"]) + "\n}"
+    lines += [f"mad.lo.u32 y{i}, y{i}, 0x1041, 0x1E002000;" for i in pairs]
+    for i in (1, 2, 3):  # (y0 >> 4 & mask) | (yi & ~mask)
+        lines += ["shr.u32 y0, y0, 4;", f"lop3.b32 y0, y0, y{i}, 0x0FFF0FFF, 0xE4;"]
+    return "{\n" + "\n".join([*lines, "and.b32 $0, y0, $6;"]) + "\n}"
 
 
-_PACK8 = tl.constexpr(_pack8_bf16_asm(clamp=False))
-_PACK8_CLAMPED = tl.constexpr(_pack8_bf16_asm(clamp=True))
+_PACK8 = tl.constexpr(_pack8_asm(clamp=False))
+_PACK8_CLAMPED = tl.constexpr(_pack8_asm(clamp=True))
 
 
 @triton.jit
@@ -102,51 +106,73 @@ def high_half(word):
 
 
 @triton.jit
-def amax_bits_of_pairs(w0, w1, w2, w3, TARGET: tl.constexpr):
-    """bf16 bits of the largest magnitude among four words of two bf16; NaN is above Inf above every number."""
-    if TARGET == "sm90":
-        pair = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b;
-            max.NaN.xorsign.abs.bf16x2 a, $1, $2;
-            max.NaN.xorsign.abs.bf16x2 b, $3, $4;
-            max.NaN.xorsign.abs.bf16x2 $0, a, b;
-            }""",
-            "=r,r,r,r,r", [w0, w1, w2, w3], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-        return tl.maximum(pair & 0x7FFF, (pair >> 16) & 0x7FFF)
-    low = tl.maximum(tl.maximum(w0 & 0x7FFF, w1 & 0x7FFF), tl.maximum(w2 & 0x7FFF, w3 & 0x7FFF))
-    mask: tl.constexpr = 0x7FFF0000
-    high = tl.maximum(tl.maximum(w0 & mask, w1 & mask), tl.maximum(w2 & mask, w3 & mask))
-    return tl.maximum(low, high >> 16)
+def max_of_halves(a, b):
+    """Largest magnitude of each half of two words of two bf16, sign bits undefined; NaN wins (PTX, sm_90)."""
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
-def pack8_bf16(w0, w1, w2, w3, inverse_bits, CLAMP: tl.constexpr, TARGET: tl.constexpr):
+def amax_of_words(w0, w1, w2, w3, TARGET: tl.constexpr):
+    """bf16 bits of the largest magnitude of four words of two bf16, in both halves; NaN is above Inf above every number."""
+    if TARGET == "sm90":
+        pair = max_of_halves(max_of_halves(w0, w1), max_of_halves(w2, w3))
+        amax = max_of_halves(pair, (pair << 16) | ((pair >> 16) & 0xFFFF)) & 0x7FFF7FFF
+    else:
+        low = tl.maximum(tl.maximum(w0 & 0x7FFF, w1 & 0x7FFF), tl.maximum(w2 & 0x7FFF, w3 & 0x7FFF))
+        mask: tl.constexpr = 0x7FFF0000
+        high = tl.maximum(tl.maximum(w0 & mask, w1 & mask), tl.maximum(w2 & mask, w3 & mask))
+        amax = tl.maximum(low, high >> 16)
+        amax = amax | (amax << 16)
+    return amax
+
+
+@triton.jit
+def scale_of_amax(amax, ROUND_UP: tl.constexpr, TARGET: tl.constexpr):
+    """(inverse scale as bf16 bits in both halves, mask: all ones for numbers and 0 for Inf or NaN, E8M0 byte), all int32.
+
+    Args:
+        amax: As `amax_of_words`.
+        ROUND_UP: What the scale rule adds to the amax's bf16 bits.
+        TARGET: See the module.
+    """
+    # E, the exponent field of the rounded amax: the byte is E - 2, at least 0; the inverse scale has the field 254 - byte.
+    both: tl.constexpr = ROUND_UP * 0x00010001
+    inverse = -2147450880 - ((amax + both) & 0x7F807F80)  # 0x80008000
+    if TARGET == "sm90":
+        inverse = tl.inline_asm_elementwise(
+            "{ .reg .b32 top; mov.b32 top, 0x7F007F00; min.u16x2 $0, $1, top; }", "=r,r", [inverse],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        inverse = tl.minimum(inverse & 0xFFFF, 0x7F00) * 0x00010001
+    is_number = (amax & 0x7FFF) < 0x7F80
+    byte = tl.where(is_number, 254 - ((inverse >> 7) & 0xFF), 0xFF)
+    return inverse, tl.where(is_number, -1, 0), byte
+
+
+@triton.jit
+def pack8_bf16(w0, w1, w2, w3, inverse, keep, CLAMP: tl.constexpr, TARGET: tl.constexpr):
     """Four words of two bf16 to a word of eight codes.
 
     Args:
         w0: Elements 0 and 1; w1, w2, w3 follow.
-        inverse_bits: fp32 bits (int32) of the scale's inverse, a power of two.
+        inverse: As `scale_of_amax`.
+        keep: As `scale_of_amax`: the codes of a block that holds Inf or NaN are 0.
         CLAMP: The scale rule lets values reach past 6.
         TARGET: See the module.
     """
     if TARGET == "sm90":
-        if CLAMP:
-            word = _pack8_bf16_sm90(w0, w1, w2, w3, inverse_bits, _PACK8_CLAMPED)
-        else:
-            word = _pack8_bf16_sm90(w0, w1, w2, w3, inverse_bits, _PACK8)
+        asm: tl.constexpr = _PACK8_CLAMPED if CLAMP else _PACK8
+        codes = tl.inline_asm_elementwise(
+            asm, "=r,r,r,r,r,r,r", [w0, w1, w2, w3, inverse, keep], dtype=tl.int32, is_pure=True, pack=1
+        )
     else:
-        s = inverse_bits.to(tl.float32, bitcast=True)
-        even = (low_half(w0) * s, low_half(w1) * s, low_half(w2) * s, low_half(w3) * s)
-        odd = (high_half(w0) * s, high_half(w1) * s, high_half(w2) * s, high_half(w3) * s)
-        word = pack8_f32((even[0], odd[0], even[1], odd[1], even[2], odd[2], even[3], odd[3]), CLAMP, TARGET)
-    return word
-
-
-@triton.jit
-def _pack8_bf16_sm90(w0, w1, w2, w3, inverse_bits, ASM: tl.constexpr):
-    scale = inverse_bits | ((inverse_bits >> 16) & 0xFFFF)  # the same power of two in both halves
-    return tl.inline_asm_elementwise(
-        ASM, "=r,r,r,r,r,r", [w0, w1, w2, w3, scale], dtype=tl.int32, is_pure=True, pack=1
-    )
+        s = low_half(inverse)
+        y = (
+            low_half(w0) * s, high_half(w0) * s, low_half(w1) * s, high_half(w1) * s,
+            low_half(w2) * s, high_half(w2) * s, low_half(w3) * s, high_half(w3) * s,
+        )  # fmt: skip
+        codes = pack8_f32(y, CLAMP, TARGET) & keep
+    return codes

@@ -1,13 +1,13 @@
 """MXFP4 copies of a bf16 tensor, rowwise and rotated columnwise, from one read held in registers (Triton).
 
 Math      row: scale of 32 columns, round.  column: H16 or H32 along tokens, scale of 32 tokens, round
-Layout    x [tokens, cols] bf16, read as words of two columns. A thread holds 32 tokens x 8 columns: the rotation, the columnwise
-          amax and the packing of both copies never leave it; the rowwise amax is shared by 4 threads. A program is TOKEN_BLOCKS x 32
-          tokens by COL_GROUPS x 8 columns. The columnwise codes cross shared memory once, to be stored 16 bytes a thread
+Layout    x [tokens, cols] bf16, read as words of two columns. A thread holds 32 tokens x 4 columns: the rotation, the columnwise
+          amax and the packing of both copies never leave it; the rowwise amax is shared by 8 threads. A program is TOKEN_BLOCKS x 32
+          tokens by COL_GROUPS x 4 columns. The columnwise codes cross shared memory once, to be stored 16 bytes a thread
 Cost      2 + 1 + 1/16 bytes an element. About 22 instructions an element in all on sm_90, where 132 SMs issue 3.3e13 lanes a second
           (0.67 ps an element at 1.98 GHz), against 0.72 ps for the bytes at 4.27 TB/s: both matter
 Numerics  butterflies in fp32 in the reference's order; same bits as kernels/reference/quantize.py
-Limits    cols a multiple of 8, unit column stride, rows 16-byte aligned, round to nearest; other cases: quantize_tile.py
+Limits    cols a multiple of 4, unit column stride, rows 8-byte aligned, round to nearest; other cases: quantize_tile.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primus_turbo_plugin.kernels.triton.fp4_codes import amax_bits_of_pairs, high_half, low_half, pack8_bf16, pack8_f32
+from primus_turbo_plugin.kernels.triton.fp4_codes import (
+    amax_of_words,
+    high_half,
+    low_half,
+    max_of_halves,
+    pack8_bf16,
+    pack8_f32,
+    scale_of_amax,
+)
 from primus_turbo_plugin.kernels.triton.rotation import rotate_registers
 from primus_turbo_plugin.kernels.triton.rounding import abs_bits, mx_scale_byte
 
@@ -30,107 +38,100 @@ def _inverse_bits(byte):
 
 
 @triton.jit
-def _stack(tensors, LOG2_COUNT: tl.constexpr):
-    """2^LOG2_COUNT tensors `[a, b]` as one `[a, b, count]`."""
-    shape: tl.constexpr = (tensors[0].shape[0], tensors[0].shape[1], 1 << LOG2_COUNT)
-    for level in tl.static_range(1, LOG2_COUNT + 1):
-        joined = ()
-        for i in tl.static_range((1 << LOG2_COUNT) >> level):
-            joined = joined + (tl.join(tensors[i], tensors[i + ((1 << LOG2_COUNT) >> level)]),)
-        tensors = joined
-    return tl.reshape(tensors[0], shape)
+def _load_row_words(x_ptr, token, col_tile, rows, cols8, row_words, COL_GROUPS: tl.constexpr):
+    """Words of a tile by rows, 16 bytes a thread: (w0, w1, w2, w3), each int32 `[tokens, 8-column groups]`."""
+    word = col_tile * (COL_GROUPS * 2) + tl.arange(0, COL_GROUPS * 2)
+    mask = (token < rows)[:, None] & (word < cols8 * 4)[None, :]
+    words = tl.load(x_ptr + token.to(tl.int64)[:, None] * row_words + word[None, :], mask=mask, other=0)
+    even, odd = tl.split(tl.reshape(words, (token.shape[0], COL_GROUPS // 2, 2, 2)))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return w0, w1, w2, w3
 
 
 @triton.jit
-def _spread(per_block, COL_GROUPS: tl.constexpr):
-    """`[token blocks, column blocks]` repeated over the 4 groups of 8 columns of each: `[token blocks, column groups]`."""
+def _over_columns(amax, TARGET: tl.constexpr):
+    """Largest of the 4 groups of 8 columns that share a scale: `[tokens, column blocks]`."""
+    amax = tl.reshape(amax, (amax.shape[0], amax.shape[1] // 4, 4))
+    if TARGET == "sm90":
+        amax = tl.reduce(amax, 2, max_of_halves) & 0x7FFF7FFF
+    else:
+        amax = tl.max(amax, axis=2)
+    return amax
+
+
+@triton.jit
+def _spread(per_block, TIMES: tl.constexpr):
+    """`[a, b]` with every column repeated: `[a, b * TIMES]`."""
     a: tl.constexpr = per_block.shape[0]
     b: tl.constexpr = per_block.shape[1]
-    return tl.reshape(tl.broadcast_to(per_block[:, :, None], (a, b, 4)), (a, COL_GROUPS))
+    return tl.reshape(tl.broadcast_to(per_block[:, :, None], (a, b, TIMES)), (a, b * TIMES))
 
 
 @triton.jit
-def _over_columns(amax, COL_GROUPS: tl.constexpr):
-    """Largest of the 4 groups of 8 columns that share a scale: `[token blocks, column blocks]`."""
-    return tl.max(tl.reshape(amax, (amax.shape[0], COL_GROUPS // 4, 4)), axis=2)
+def _row_copy(
+    x_ptr, data_ptr, scale_ptr, token_tile, col_tile, rows, cols8, row_words, row_scales,
+    META: tl.constexpr, TOKEN_BLOCKS: tl.constexpr, COL_GROUPS: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of the rowwise copy of the tile, 32 tokens at a time."""
+    group = col_tile * (COL_GROUPS // 2) + tl.arange(0, COL_GROUPS // 2)
+    block = col_tile * (COL_GROUPS // 8) + tl.arange(0, COL_GROUPS // 8)
+    for i in range(TOKEN_BLOCKS):
+        token_block = token_tile * TOKEN_BLOCKS + i
+        token = token_block * _TOKENS + tl.arange(0, _TOKENS)
+        w0, w1, w2, w3 = _load_row_words(x_ptr, token, col_tile, rows, cols8, row_words, COL_GROUPS)
+        amax = _over_columns(amax_of_words(w0, w1, w2, w3, TARGET), TARGET)
+        if META.block_outer == 32:
+            line = token_block + tl.arange(0, 1)
+            amax = tl.max(amax, axis=0)[None, :]
+        else:
+            line = token
+        inverse, keep, byte = scale_of_amax(amax, META.bf16_round_up, TARGET)
+        mask = (line * META.block_outer < rows)[:, None] & (block < row_scales)[None, :]
+        tl.store(scale_ptr + line.to(tl.int64)[:, None] * row_scales + block[None, :], byte.to(tl.uint8), mask=mask)
+        inverse = tl.broadcast_to(_spread(inverse, 4), w0.shape)
+        keep = tl.broadcast_to(_spread(keep, 4), w0.shape)
+        codes = pack8_bf16(w0, w1, w2, w3, inverse, keep, META.bf16_round_up == 0, TARGET)
+        place = data_ptr + token.to(tl.int64)[:, None] * (row_scales * 4) + group[None, :]
+        tl.store(place, codes, mask=(token < rows)[:, None] & (group < row_scales * 4)[None, :])
 
 
 @triton.jit
-def _load_words(x_ptr, token, group, rows, col_groups, row_words, COL_GROUPS: tl.constexpr, EVEN: tl.constexpr):
-    """32 tokens of words: a tuple of (w0, w1, w2, w3), each int32 `[token blocks, column groups]`."""
-    word = tl.program_id(0) * COL_GROUPS * 4 + tl.arange(0, COL_GROUPS * 4)
+def _load_column_words(
+    x_ptr, token_tile, col_tile, rows, cols8, row_words,
+    TOKEN_BLOCKS: tl.constexpr, COL_GROUPS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Words of 32 tokens x 4 columns a thread: a tuple of 32 (w0, w1), each int32 `[token blocks, column groups]`."""
+    token = (token_tile * TOKEN_BLOCKS + tl.arange(0, TOKEN_BLOCKS)) * _TOKENS
+    word = col_tile * COL_GROUPS * 2 + tl.arange(0, COL_GROUPS * 2)
     place = x_ptr + token.to(tl.int64)[:, None] * row_words + word[None, :]
     tokens = ()
     for i in tl.static_range(_TOKENS):
         if EVEN:
             words = tl.load(place + i * row_words)
         else:
-            mask = (token + i < rows)[:, None] & (word < col_groups * 4)[None, :]
+            mask = (token + i < rows)[:, None] & (word < cols8 * 4)[None, :]
             words = tl.load(place + i * row_words, mask=mask, other=0)
-        even, odd = tl.split(tl.reshape(words, (token.shape[0], COL_GROUPS, 2, 2)))
-        w0, w2 = tl.split(even)
-        w1, w3 = tl.split(odd)
-        tokens = tokens + ((w0, w1, w2, w3),)
+        w0, w1 = tl.split(tl.reshape(words, (TOKEN_BLOCKS, COL_GROUPS, 2)))
+        tokens = tokens + ((w0, w1),)
     return tokens
 
 
 @triton.jit
-def _row_amax(words, TARGET: tl.constexpr):
-    """Per token, the fp32 bits of the amax of each thread's 8 columns: a tuple of int32 `[token blocks, column groups]`."""
-    amax = ()
-    for i in tl.static_range(_TOKENS):
-        amax = amax + (amax_bits_of_pairs(words[i][0], words[i][1], words[i][2], words[i][3], TARGET) << 16,)
-    return amax
-
-
-@triton.jit
-def _block_amax(row_amax, COL_GROUPS: tl.constexpr):
-    """amax bits of 32 tokens x 32 columns, `[token blocks, column blocks]`."""
-    amax = row_amax[0]
-    for i in tl.static_range(1, _TOKENS):
-        amax = tl.maximum(amax, row_amax[i])
-    return _over_columns(amax, COL_GROUPS)
-
-
-@triton.jit
-def _row_copy(
-    words, row_amax, block_byte, data_ptr, scale_ptr, token, group, rows, row_words, row_scales,
-    META: tl.constexpr, COL_GROUPS: tl.constexpr, EVEN: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    clamp: tl.constexpr = META.round_up == 0 and not META.rceil
-    place = data_ptr + token.to(tl.int64)[:, None] * row_words + group[None, :]
-    bytes_of_tokens = ()
-    for i in tl.static_range(_TOKENS):
-        if META.block_outer == 1:
-            byte = mx_scale_byte(_over_columns(row_amax[i], COL_GROUPS), META)
-            bytes_of_tokens = bytes_of_tokens + (byte,)
-        else:
-            byte = block_byte
-        inverse = _spread(_inverse_bits(byte), COL_GROUPS)
-        codes = pack8_bf16(words[i][0], words[i][1], words[i][2], words[i][3], inverse, clamp, TARGET)
-        codes = tl.where(inverse == 0, 0, codes)
-        if EVEN:
-            tl.store(place + i * row_words, codes)
-        else:
-            tl.store(place + i * row_words, codes, mask=(token + i < rows)[:, None] & (group < row_words)[None, :])
-    block = tl.program_id(0) * (COL_GROUPS // 4) + tl.arange(0, COL_GROUPS // 4)
-    if META.block_outer == 1:
-        tokens: tl.constexpr = token.shape[0] * _TOKENS
-        scales = tl.permute(_stack(bytes_of_tokens, 5), (0, 2, 1))
-        scales = tl.reshape(scales, (tokens, COL_GROUPS // 4)).to(tl.uint8)
-        line = tl.program_id(1) * tokens + tl.arange(0, tokens)
-        mask = (line < rows)[:, None] & (block < row_scales)[None, :]
-        tl.store(scale_ptr + line.to(tl.int64)[:, None] * row_scales + block[None, :], scales, mask=mask)
-    else:
-        line = token // _TOKENS
-        mask = (token < rows)[:, None] & (block < row_scales)[None, :]
-        place = scale_ptr + line.to(tl.int64)[:, None] * row_scales + block[None, :]
-        tl.store(place, block_byte.to(tl.uint8), mask=mask)
+def _block_byte(words, META: tl.constexpr, TARGET: tl.constexpr):
+    """E8M0 bytes of 32 tokens x 32 columns, `[token blocks, column blocks]`."""
+    amax = amax_of_words(words[0][0], words[0][1], words[1][0], words[1][1], TARGET)
+    for i in tl.static_range(1, _TOKENS // 2):
+        a = words[2 * i]
+        b = words[2 * i + 1]
+        amax = tl.maximum(amax, amax_of_words(a[0], a[1], b[0], b[1], TARGET))
+    amax = tl.max(tl.reshape(amax, (amax.shape[0], amax.shape[1] // 8, 8)), axis=2)
+    return mx_scale_byte(amax & 0x7FFF0000, META)
 
 
 @triton.jit
 def _column(words, signs_ptr, J: tl.constexpr, META: tl.constexpr):
-    """Column J of each thread's 8, fp32, rotated along its 32 tokens: a tuple of 32."""
+    """Column J of each thread's 4, fp32, rotated along its 32 tokens: a tuple of 32."""
     values = ()
     for i in tl.static_range(_TOKENS):
         if J % 2 == 0:
@@ -154,7 +155,7 @@ def _column(words, signs_ptr, J: tl.constexpr, META: tl.constexpr):
 @triton.jit
 def _pack_column(values, byte, META: tl.constexpr, TARGET: tl.constexpr):
     """32 values of a column to four words of codes, `[token blocks, column groups, 4]`."""
-    clamp: tl.constexpr = META.round_up == 0 and not META.rceil
+    clamp: tl.constexpr = META.bf16_round_up == 0
     inverse = _inverse_bits(byte).to(tl.float32, bitcast=True)
     if META.hadamard == 16:
         # The factor 1/4 of H16 is a power of two, and a sum of bf16 values is a multiple of 2^-133: exact here as well as before.
@@ -165,7 +166,7 @@ def _pack_column(values, byte, META: tl.constexpr, TARGET: tl.constexpr):
         for i in tl.static_range(8):
             y = y + (values[q * 8 + i] * inverse,)
         words = words + (tl.where(byte == 255, 0, pack8_f32(y, clamp, TARGET)),)
-    return _stack(words, 2)
+    return _join4(words)
 
 
 @triton.jit
@@ -186,76 +187,89 @@ def _column_amax(values, META: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
+def _join4(tensors):
+    """Four tensors to one with a last axis of 4."""
+    joined = tl.join(tl.join(tensors[0], tensors[2]), tl.join(tensors[1], tensors[3]))
+    return tl.reshape(joined, tensors[0].shape + [4])  # noqa: RUF005
+
+
+@triton.jit
 def _col_copy(
-    words, block_byte, signs_ptr, data_ptr, scale_ptr, col_groups, col_blocks,
+    x_ptr, signs_ptr, data_ptr, scale_ptr, token_tile, col_tile, rows, cols8, row_words, col_blocks,
     META: tl.constexpr, TOKEN_BLOCKS: tl.constexpr, COL_GROUPS: tl.constexpr, EVEN: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
+    """Codes and scales of the columnwise copy of the tile."""
+    words = _load_column_words(x_ptr, token_tile, col_tile, rows, cols8, row_words, TOKEN_BLOCKS, COL_GROUPS, EVEN)
+    if META.block_outer == 32:
+        block_byte = _block_byte(words, META, TARGET)
     codes = ()
     scales = ()
-    for j in tl.static_range(8):
+    for j in tl.static_range(4):
         values = _column(words, signs_ptr, j, META)
         if META.block_outer == 1:
             byte = mx_scale_byte(_column_amax(values, META, TARGET), META)
         else:
-            byte = _spread(block_byte, COL_GROUPS)
+            byte = _spread(block_byte, 8)
         codes = codes + (_pack_column(values, byte, META, TARGET),)
         scales = scales + (byte,)
-    # [token blocks, column groups, 4 words, 8 columns] -> [columns, token blocks x 4 words]
-    codes = tl.join(
-        tl.join(tl.join(codes[0], codes[4]), tl.join(codes[2], codes[6])),
-        tl.join(tl.join(codes[1], codes[5]), tl.join(codes[3], codes[7])),
-    )
-    codes = tl.permute(tl.reshape(codes, (TOKEN_BLOCKS, COL_GROUPS, 4, 8)), (1, 3, 0, 2))
-    codes = tl.reshape(codes, (COL_GROUPS * 8, TOKEN_BLOCKS * 4))
-    col = tl.program_id(0) * COL_GROUPS * 8 + tl.arange(0, COL_GROUPS * 8)
-    word = tl.program_id(1) * TOKEN_BLOCKS * 4 + tl.arange(0, TOKEN_BLOCKS * 4)
+    # [token blocks, column groups, 4 words, 4 columns] -> [columns, token blocks x 4 words]
+    codes = tl.permute(_join4(codes), (1, 3, 0, 2))
+    codes = tl.reshape(codes, (COL_GROUPS * 4, TOKEN_BLOCKS * 4))
+    col = col_tile * COL_GROUPS * 4 + tl.arange(0, COL_GROUPS * 4)
+    word = token_tile * TOKEN_BLOCKS * 4 + tl.arange(0, TOKEN_BLOCKS * 4)
     place = data_ptr + col.to(tl.int64)[:, None] * (col_blocks * 4) + word[None, :]
-    mask = (col < col_groups * 8)[:, None] & (word < col_blocks * 4)[None, :]
+    mask = (col < cols8 * 8)[:, None] & (word < col_blocks * 4)[None, :]
     if EVEN:
         tl.store(place, codes)
     else:
         tl.store(place, codes, mask=mask)
-    block = tl.program_id(1) * TOKEN_BLOCKS + tl.arange(0, TOKEN_BLOCKS)
+    block = token_tile * TOKEN_BLOCKS + tl.arange(0, TOKEN_BLOCKS)
     if META.block_outer == 1:
-        scales = tl.permute(_stack(scales, 3), (1, 2, 0))
-        scales = tl.reshape(scales, (COL_GROUPS * 8, TOKEN_BLOCKS)).to(tl.uint8)
-        mask = (col < col_groups * 8)[:, None] & (block < col_blocks)[None, :]
+        scales = tl.permute(_join4(scales), (1, 2, 0))
+        scales = tl.reshape(scales, (COL_GROUPS * 4, TOKEN_BLOCKS)).to(tl.uint8)
+        mask = (col < cols8 * 8)[:, None] & (block < col_blocks)[None, :]
         tl.store(scale_ptr + col.to(tl.int64)[:, None] * col_blocks + block[None, :], scales, mask=mask)
     else:
-        line = tl.program_id(0) * (COL_GROUPS // 4) + tl.arange(0, COL_GROUPS // 4)
-        mask = (line * 4 < col_groups)[:, None] & (block < col_blocks)[None, :]
-        tl.store(scale_ptr + line.to(tl.int64)[:, None] * col_blocks + block[None, :], tl.trans(block_byte).to(tl.uint8), mask)
+        line = col_tile * (COL_GROUPS // 8) + tl.arange(0, COL_GROUPS // 8)
+        mask = (line * 4 < cols8)[:, None] & (block < col_blocks)[None, :]
+        byte = tl.trans(block_byte).to(tl.uint8)
+        tl.store(scale_ptr + line.to(tl.int64)[:, None] * col_blocks + block[None, :], byte, mask=mask)
+
+
+@triton.jit
+def _tile_of_program(row_scales, col_blocks, TOKEN_BLOCKS: tl.constexpr, COL_GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """(token tile, column tile): GROUP token tiles side by side, so that their pieces of a columnwise row meet in the L2 cache."""
+    pid = tl.program_id(0)
+    token_tiles = tl.cdiv(col_blocks, TOKEN_BLOCKS)
+    col_tiles = tl.cdiv(row_scales * 8, COL_GROUPS)
+    first = pid // (GROUP * col_tiles) * GROUP
+    size = tl.minimum(token_tiles - first, GROUP)
+    within = pid % (GROUP * col_tiles)
+    return first + within % size, within // size
 
 
 @triton.jit
 def quantize_mxfp4_bf16_kernel(
     x_ptr, row_data, row_scale, col_data, col_scale, signs_ptr,
-    rows, col_groups, row_scales, col_blocks,
+    rows, cols8, row_scales, col_blocks,
     row_stride16,
     ROW: tl.constexpr, COL: tl.constexpr,
-    TOKEN_BLOCKS: tl.constexpr, COL_GROUPS: tl.constexpr, EVEN: tl.constexpr, TARGET: tl.constexpr,
+    TOKEN_BLOCKS: tl.constexpr, COL_GROUPS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Both copies of TOKEN_BLOCKS * 32 tokens by COL_GROUPS * 8 columns.
+    """Both copies of TOKEN_BLOCKS * 32 tokens by COL_GROUPS * 4 columns.
 
-    `x_ptr`, `row_data` and `col_data` are int32: two bf16 or eight codes a word. `row_stride16` is x's row stride in 16-byte units.
+    `x_ptr`, `row_data` and `col_data` are int32: two bf16 or eight codes. `cols8` counts groups of 8 columns, `row_stride16` is x's row
+    stride in 16-byte units.
     """
-    token = (tl.program_id(1) * TOKEN_BLOCKS + tl.arange(0, TOKEN_BLOCKS)) * _TOKENS
-    group = tl.program_id(0) * COL_GROUPS + tl.arange(0, COL_GROUPS)
-    words = _load_words(x_ptr, token, group, rows, col_groups, row_stride16 * 4, COL_GROUPS, EVEN)
-    row_amax = ()
-    block_byte = None
+    token_tile, col_tile = _tile_of_program(row_scales, col_blocks, TOKEN_BLOCKS, COL_GROUPS, GROUP)
+    row_words = row_stride16 * 4
     if ROW is not None:
-        row_amax = _row_amax(words, TARGET)
-        if ROW.block_outer == 32:
-            block_byte = mx_scale_byte(_block_amax(row_amax, COL_GROUPS), ROW)
         _row_copy(
-            words, row_amax, block_byte, row_data, row_scale, token, group, rows, row_scales * 4, row_scales,
-            ROW, COL_GROUPS, EVEN, TARGET,
+            x_ptr, row_data, row_scale, token_tile, col_tile, rows, cols8, row_words, row_scales,
+            ROW, TOKEN_BLOCKS, COL_GROUPS, TARGET,
         )  # fmt: skip
     if COL is not None:
-        if COL.block_outer == 32:
-            block_byte = mx_scale_byte(_block_amax(_row_amax(words, TARGET), COL_GROUPS), COL)
         _col_copy(
-            words, block_byte, signs_ptr, col_data, col_scale, col_groups, col_blocks,
+            x_ptr, signs_ptr, col_data, col_scale, token_tile, col_tile, rows, cols8, row_words, col_blocks,
             COL, TOKEN_BLOCKS, COL_GROUPS, EVEN, TARGET,
         )  # fmt: skip

@@ -82,11 +82,12 @@ def _scale_of_tile(bits, amax_ptr, outer0, outer_size, META: tl.constexpr):
             amax = tl.load(amax_ptr + outer, mask=outer < outer_size, other=0)[:, None]
         else:
             amax = tl.load(amax_ptr + tl.arange(0, 1))[:, None]
-        return fp8_block_scale(amax, META)
-    amax = _block_amax(bits, META)
-    if META.is_mx:
-        return mx_scale_byte(amax, META)
-    return fp8_block_scale(amax, META)
+        scale = fp8_block_scale(amax, META)
+    elif META.is_mx:
+        scale = mx_scale_byte(_block_amax(bits, META), META)
+    else:
+        scale = fp8_block_scale(_block_amax(bits, META), META)
+    return scale
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Device functions: from fp32 values to the codes of a small float, and from an amax to a scale (Triton).
 
-Math      With e the exponent of max(|v|, smallest normal) and m the element's mantissa bits, 2^(e + 23 - m) + |v| has its last bit
-          at the element's step in v's binade, so that one fp32 addition rounds to nearest even at the right place, subnormals
-          included. Its low bits are the number of steps k; the code is k + (e - emin) * 2^m.
+Math      With e the exponent of max(|v|, smallest normal) and m the element's mantissa bits, 2^(e + 23 - m) + |v| has its last
+          bit at the element's step in v's binade, so that one fp32 addition rounds to nearest even at the right place,
+          subnormals included. Its low bits are the number of steps k; the code is k + (e - emin) * 2^m.
 Numerics  Exact: every multiplication is by a power of two, the only rounding is that addition. Same bits as kernels/reference.
 """
 
@@ -67,7 +67,7 @@ def philox_words4(counter, k0, k1, c2, c3):
     """Words of elements 4 c, 4 c + 1, 4 c + 2, 4 c + 3 for each counter c (int64): uint32, a last axis of 4 is added."""
     w0, w1, w2, w3 = _philox(counter, k0, k1, c2, c3)
     pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return tl.reshape(pairs, counter.shape + [4])
+    return tl.reshape(pairs, counter.shape + [4])  # noqa: RUF005
 
 
 @triton.jit
