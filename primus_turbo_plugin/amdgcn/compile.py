@@ -33,12 +33,12 @@ def _source(kernel: Any, facts: Specialization) -> Any:
     from triton.compiler import ASTSource
 
     if getattr(kernel, "is_gluon", lambda: False)():
-        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource  # noqa: N814
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     constants = {(facts.names.index(name),): value for name, value in facts.constants.items()}
     return ASTSource(kernel, signature=facts.signature_with_constants(), constexprs=constants, attrs=facts.attributes())
 
 
-def compile(  # noqa: A001  (the tool's verb; used as amdgcn.compile)
+def compile(
     kernel: Any,
     arch: str,
     args: Mapping[str, Any],

@@ -38,7 +38,9 @@ class CompiledKernel:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_assembly(cls, text: str, *, arch: str | None = None, num_warps: int | None = None, shared: int | None = None) -> CompiledKernel:
+    def from_assembly(
+        cls, text: str, *, arch: str | None = None, num_warps: int | None = None, shared: int | None = None
+    ) -> CompiledKernel:
         """Wrap assembly from anywhere (hipcc, hand-written); facts not given are read from its metadata."""
         descriptor = parse_descriptor(text)
         name = arch or descriptor.arch

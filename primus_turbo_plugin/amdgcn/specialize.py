@@ -66,7 +66,9 @@ def _integer_type(value: int) -> str:
 def _array_type(value: Any, name: str) -> str:
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in _DTYPES:
-        raise ConfigError(f"amdgcn: argument {name!r} has dtype {dtype}, which has no Triton type. Known: {', '.join(_DTYPES)}.")
+        raise ConfigError(
+            f"amdgcn: argument {name!r} has dtype {dtype}, which has no Triton type. Known: {', '.join(_DTYPES)}."
+        )
     return "*" + _DTYPES[dtype]
 
 
@@ -87,7 +89,9 @@ def _annotation(kernel: Any, name: str, attribute: str) -> bool:
     return bool(getattr(parameter, attribute, False))
 
 
-def specialize(kernel: Any, args: Mapping[str, Any], constants: Mapping[str, Any], pointer_range_32: bool) -> Specialization:
+def specialize(
+    kernel: Any, args: Mapping[str, Any], constants: Mapping[str, Any], pointer_range_32: bool
+) -> Specialization:
     """Derive types and facts.
 
     Args:
@@ -102,7 +106,10 @@ def specialize(kernel: Any, args: Mapping[str, Any], constants: Mapping[str, Any
     parameters = _parameters(kernel)
     unknown = [name for name in (*args, *constants) if name not in parameters]
     if unknown:
-        raise ConfigError(f"amdgcn: kernel {kernel.fn.__name__!r} has no parameter {', '.join(unknown)}; it has {', '.join(parameters)}.")
+        names = ", ".join(parameters)
+        raise ConfigError(
+            f"amdgcn: kernel {kernel.fn.__name__!r} has no parameter {', '.join(unknown)}; it has {names}."
+        )
     types: dict[str, str] = {}
     fixed: dict[str, Any] = {}
     divisible: set[str] = set()
@@ -127,7 +134,9 @@ def specialize(kernel: Any, args: Mapping[str, Any], constants: Mapping[str, Any
         elif parameter.default is not inspect.Parameter.empty:
             fixed[name] = parameter.default
         else:
-            raise ConfigError(f"amdgcn: kernel {kernel.fn.__name__!r}: parameter {name!r} is neither in args nor in constants.")
+            raise ConfigError(
+                f"amdgcn: kernel {kernel.fn.__name__!r}: parameter {name!r} is neither in args nor in constants."
+            )
     return Specialization(list(parameters), types, fixed, frozenset(divisible), frozenset(small))
 
 

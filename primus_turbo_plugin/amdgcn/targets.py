@@ -143,7 +143,10 @@ def compare(got: NDArray[Any], want: NDArray[Any], tolerance: float) -> tuple[fl
     if not bad.any():
         return error, None
     where = tuple(int(i) for i in np.argwhere(bad)[0])
-    return error, f"{int(bad.sum())} of {bad.size} elements are wrong, first at {where}: got {got[where]}, expected {want[where]}"
+    return (
+        error,
+        f"{int(bad.sum())} of {bad.size} elements are wrong, first at {where}: got {got[where]}, expected {want[where]}",
+    )
 
 
 def emulate_target(

@@ -63,7 +63,9 @@ def span_of(value: Any, name: str) -> HostSpan:
     """
     if hasattr(value, "data_ptr"):
         if value.device.type != "cpu":
-            raise ShapeError(f"amdgcn: argument {name!r} must be a CPU tensor, got device {value.device}. Call .cpu() first.")
+            raise ShapeError(
+                f"amdgcn: argument {name!r} must be a CPU tensor, got device {value.device}. Call .cpu() first."
+            )
         item = value.element_size()
         strides, shape, start = [s * item for s in value.stride()], list(value.shape), value.data_ptr()
     else:
@@ -122,13 +124,16 @@ def named_arguments(compiled: CompiledKernel, args: Mapping[str, Any] | Sequence
         if not names:
             names = [f"arg{i}" for i in range(len(values))]
         if len(values) != len(names):
-            raise ShapeError(f"amdgcn: kernel {compiled.name!r} takes {len(names)} run-time arguments {names}, got {len(values)}.")
+            raise ShapeError(
+                f"amdgcn: kernel {compiled.name!r} takes {len(names)} run-time arguments {names}, got {len(values)}."
+            )
         return dict(zip(names, values, strict=True))
     for name, value in args.items():
         if name in compiled.constants:
             if not is_array(value) and compiled.constants[name] != value:
+                fixed = compiled.constants[name]
                 raise ShapeError(
-                    f"amdgcn: kernel {compiled.name!r}: {name} was fixed to {compiled.constants[name]!r} at compile time, got {value!r}."
+                    f"amdgcn: kernel {compiled.name!r}: {name} was fixed to {fixed!r} at compile time, got {value!r}."
                 )
         elif names and name not in compiled.signature:
             raise ShapeError(f"amdgcn: kernel {compiled.name!r} has no run-time argument {name!r}; it has {names}.")
@@ -158,7 +163,9 @@ def _scalar(compiled: CompiledKernel, name: str, value: Any) -> bytes:
             return struct.pack("<Q", 0)
         raise ShapeError(f"amdgcn: argument {name!r} is {declared}, got {value!r}; pass an array.")
     if name in compiled.divisible and int(value) % 16:
-        raise ShapeError(f"amdgcn: {name!r} was compiled as divisible by 16, got {value!r}. Compile it as plain {declared}.")
+        raise ShapeError(
+            f"amdgcn: {name!r} was compiled as divisible by 16, got {value!r}. Compile it as plain {declared}."
+        )
     if declared == "bf16":
         return struct.pack("<f", value)[2:]
     number = float(value) if declared.startswith(("fp", "f")) else int(value)

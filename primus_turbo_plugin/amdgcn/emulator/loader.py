@@ -73,13 +73,15 @@ def pack_arguments(descriptor: KernelDescriptor, values: Sequence[int | bytes], 
     visible = [arg for arg in descriptor.arguments if not arg.hidden]
     if len(values) > len(visible):
         raise EmulationError(f"kernel {descriptor.name!r} takes {len(visible)} arguments, got {len(values)}.")
-    size = max([descriptor.directive("kernarg_size"), *(arg.offset + arg.size for arg in descriptor.arguments)], default=0)
+    size = max(
+        [descriptor.directive("kernarg_size"), *(arg.offset + arg.size for arg in descriptor.arguments)], default=0
+    )
     image = bytearray(size + 256)
     for argument, value in zip(visible, values, strict=False):
         data = struct.pack("<Q", value) if isinstance(value, int) else value
         if len(data) != argument.size:
             raise EmulationError(
-                f"kernel {descriptor.name!r}: the argument at offset {argument.offset} takes {argument.size} bytes, got {len(data)}."
+                f"kernel {descriptor.name!r}: argument at offset {argument.offset} takes {argument.size} bytes, got {len(data)}."
             )
         image[argument.offset : argument.offset + argument.size] = data
     for argument in descriptor.arguments:
@@ -97,7 +99,12 @@ def dispatch_packet(grid: Grid, threads: int, scratch: int, lds: int, arguments:
 
 
 def load_arguments(
-    memory: DeviceMemory, descriptor: KernelDescriptor, values: Sequence[int | bytes], grid: Grid, threads: int, lds: int
+    memory: DeviceMemory,
+    descriptor: KernelDescriptor,
+    values: Sequence[int | bytes],
+    grid: Grid,
+    threads: int,
+    lds: int,
 ) -> KernelArguments:
     """Place the argument segment and the dispatch packet in device memory."""
     image = pack_arguments(descriptor, values, grid, threads)
@@ -149,4 +156,5 @@ def initialise(waves: Waves, arch: Architecture, descriptor: KernelDescriptor, a
         waves.sgpr[TTMP + 9] = x
         waves.sgpr[TTMP + 7] = y | (z << 16)
         waves.sgpr[TTMP + 8] = wave << 25
+        waves.sgpr[TTMP + 6] = 0  # position in a cluster: there are none
     waves.vgpr[0] = (wave[:, None] * waves.lanes + np.arange(waves.lanes)).astype(U32)

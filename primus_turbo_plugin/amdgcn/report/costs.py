@@ -60,12 +60,16 @@ def lds_bytes(instruction: Instruction) -> int:
     opcode = instruction.opcode
     if (match := _TRANSPOSE.match(opcode)) is not None:
         return int(match[1] or match[2]) // 8
-    if (match := re.match(r"ds_(?:read2|write2|load_2addr|store_2addr)(?:st64|_stride64)?_b(\d+)$", opcode)) is not None:
+    if (
+        match := re.match(r"ds_(?:read2|write2|load_2addr|store_2addr)(?:st64|_stride64)?_b(\d+)$", opcode)
+    ) is not None:
         return 2 * int(match[1]) // 8
     if opcode.startswith(("ds_bpermute", "ds_permute", "ds_swizzle")):
         return 4
     to_lds = "lds" in opcode or instruction.flag("lds")
-    if opcode.startswith(("ds_read_", "ds_write_", "ds_load_", "ds_store_")) or (to_lds and not opcode.startswith("tensor")):
+    if opcode.startswith(("ds_read_", "ds_write_", "ds_load_", "ds_store_")) or (
+        to_lds and not opcode.startswith("tensor")
+    ):
         try:
             return parse_width(opcode.split("_", 2)[2] if opcode.startswith("ds_") else opcode.rsplit("_", 1)[1]).bytes
         except AssemblyError:

@@ -49,9 +49,13 @@ def _matching(pattern: str, mix: Counter[str]) -> list[str]:
 
 def _opcodes(report: IsaReport, gate: IsaGate) -> list[str]:
     loop, whole = report.loop_mix, report.whole_mix
-    problems = [f"hot loop lacks an instruction matching {item!r}" for item in gate.required if not _matching(item, loop)]
+    problems = [
+        f"hot loop lacks an instruction matching {item!r}" for item in gate.required if not _matching(item, loop)
+    ]
     problems += [
-        f"kernel lacks an instruction matching {item!r}" for item in gate.required_anywhere if not _matching(item, whole)
+        f"kernel lacks an instruction matching {item!r}"
+        for item in gate.required_anywhere
+        if not _matching(item, whole)
     ]
     for patterns, mix, place in ((gate.forbidden, loop, "hot loop"), (gate.forbidden_anywhere, whole, "kernel")):
         for pattern in patterns:
@@ -72,11 +76,15 @@ def check(report: IsaReport, gate: IsaGate) -> list[str]:
     if gate.max_vgprs is not None and report.vgprs > gate.max_vgprs:
         problems.append(f"{report.vgprs} vector registers, at most {gate.max_vgprs} allowed")
     if gate.min_workgroups is not None and report.workgroups_per_cu < gate.min_workgroups:
-        problems.append(f"{report.workgroups_per_cu} work-groups fit a compute unit, at least {gate.min_workgroups} required")
+        problems.append(
+            f"{report.workgroups_per_cu} work-groups fit a compute unit, at least {gate.min_workgroups} required"
+        )
     if report.loop is None and (gate.required or gate.bound_by or gate.min_mma_share is not None):
         return [*problems, "the kernel has no loop, but the gate describes one", *_opcodes(report, gate)]
     if gate.bound_by is not None and report.bound_by != gate.bound_by:
         problems.append(f"the static estimate is bound by {report.bound_by}, must be by {gate.bound_by}")
     if gate.min_mma_share is not None and report.mma_share < gate.min_mma_share:
-        problems.append(f"static MMA share of the hot loop is {report.mma_share:.0%}, at least {gate.min_mma_share:.0%} required")
+        problems.append(
+            f"static MMA share of the hot loop is {report.mma_share:.0%}, at least {gate.min_mma_share:.0%} required"
+        )
     return [f"{report.kernel} on {report.arch}: {problem}" for problem in problems + _opcodes(report, gate)]

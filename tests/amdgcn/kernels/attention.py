@@ -76,7 +76,7 @@ def isa_targets() -> list[KernelTarget]:
             grid=(S // BLOCKS["BM"], HEADS),
             constants={**BLOCKS, "D": D, "CAUSAL": causal},
             options={"num_warps": 4, "num_stages": 2},
-            types={name: "*bf16" for name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr")},
+            types=dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr"), "*bf16"),
             expected=reference(causal),
             tolerance=1e-2,
         )

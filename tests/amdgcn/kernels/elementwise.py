@@ -42,7 +42,9 @@ def arithmetic(x_ptr, y_ptr, i_ptr, f_ptr, k_ptr, n, BLOCK: tl.constexpr):
     f = x / y + tl.sqrt(tl.abs(x)) + tl.exp(x * 0.125) - tl.log(tl.abs(y)) + tl.floor(x) + tl.sin(y)
     f = tl.where(x > y, f, f * 0.5 + tl.maximum(x, 0.0)) + tl.rsqrt(tl.abs(y))
     wide = i.to(tl.int64) * 1000003 + offsets
-    k = (i // 7) ^ (i % 13) + (i << 3) - (i >> 2) + tl.abs(i) + tl.umulhi(i.to(tl.uint32), 0x9E3779B9).to(tl.int32, bitcast=True)
+    k = (i // 7) ^ (i % 13) + (i << 3) - (i >> 2) + tl.abs(i) + tl.umulhi(i.to(tl.uint32), 0x9E3779B9).to(
+        tl.int32, bitcast=True
+    )
     k = k + (wide >> 16).to(tl.int32) + tl.minimum(i, 100)
     tl.store(f_ptr + offsets, f, mask=inside)
     tl.store(k_ptr + offsets, k, mask=inside)

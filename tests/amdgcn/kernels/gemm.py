@@ -23,7 +23,7 @@ def gemm(a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_b
     a = a_ptr + (rows % M)[:, None] * stride_am + depth[None, :] * stride_ak
     b = b_ptr + depth[:, None] * stride_bk + (columns % N)[None, :] * stride_bn
     total = tl.zeros((BM, BN), tl.float32)
-    for _ in range(0, tl.cdiv(K, BK)):
+    for _ in range(tl.cdiv(K, BK)):
         total = tl.dot(tl.load(a), tl.load(b), total)
         a += BK * stride_ak
         b += BK * stride_bk
@@ -46,7 +46,7 @@ def gemm_descriptor(a_ptr, b_ptr, c_ptr, M, N, K, A_T: tl.constexpr, B_T: tl.con
         b = tl.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [BK, BN])
     c = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BM, BN])
     total = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, tl.cdiv(K, BK)):
+    for k in range(tl.cdiv(K, BK)):
         if A_T:
             left = a.load([k * BK, m]).T
         else:
@@ -66,7 +66,14 @@ def inputs(layout: str, m: int, n: int, k: int, strides: bool) -> Callable[[np.r
         a, b = to_bf16(rng.standard_normal((m, k))), to_bf16(rng.standard_normal((k, n)))
         stored_a = np.ascontiguousarray(a.T) if layout[0] == "T" else a
         stored_b = np.ascontiguousarray(b.T) if layout[1] == "T" else b
-        args = {"a_ptr": stored_a, "b_ptr": stored_b, "c_ptr": np.full((m, n), 0x7FC0, np.uint16), "M": m, "N": n, "K": k}
+        args = {
+            "a_ptr": stored_a,
+            "b_ptr": stored_b,
+            "c_ptr": np.full((m, n), 0x7FC0, np.uint16),
+            "M": m,
+            "N": n,
+            "K": k,
+        }
         if strides:
             args["stride_am"], args["stride_ak"] = (1, m) if layout[0] == "T" else (k, 1)
             args["stride_bk"], args["stride_bn"] = (1, k) if layout[1] == "T" else (n, 1)

@@ -35,7 +35,7 @@ def mx_gemm(a_ptr, sa_ptr, b_ptr, sb_ptr, c_ptr, M, N, K, stride_a, stride_b, st
         a = a_ptr + depth[None, :] * stride_a + (m * (BM // PACK) + tl.arange(0, BM // PACK))[:, None]
         b = b_ptr + depth[:, None] * stride_b + (n * (BN // PACK) + tl.arange(0, BN // PACK))[None, :]
     total = tl.zeros((BM, BN), tl.float32)
-    for _ in range(0, tl.cdiv(K, BK)):
+    for _ in range(tl.cdiv(K, BK)):
         total = tl.dot_scaled(tl.load(a), tl.load(sa), FORMAT, tl.load(b), tl.load(sb), FORMAT, total,
                               lhs_k_pack=K_MAJOR or PACK == 1, rhs_k_pack=K_MAJOR or PACK == 1)  # fmt: skip
         a += BK // PACK if K_MAJOR else BK * stride_a
@@ -54,7 +54,7 @@ def fp8_gemm(a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, B
     a = a_ptr + depth[None, :] * M + rows[:, None]
     b = b_ptr + depth[:, None] * N + columns[None, :]
     total = tl.zeros((BM, BN), tl.float32)
-    for _ in range(0, tl.cdiv(K, BK)):
+    for _ in range(tl.cdiv(K, BK)):
         total = tl.dot(tl.load(a), tl.load(b), total)
         a += BK * M
         b += BK * N

@@ -48,7 +48,9 @@ def quantize(x_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, h_ptr,
     turned = tl.dot(tl.reshape(tl.trans(x), (BN * (BM // H), H)), h)  # h is symmetric
     packed, scale = quantize_rows(tl.reshape(turned, (BN, BM)), BN, BM)
     tl.store(column_ptr + columns[:, None] * (M // 2) + (m * (BM // 2) + tl.arange(0, BM // 2))[None, :], packed)
-    tl.store(column_scale_ptr + columns[:, None] * (M // 32) + (m * (BM // 32) + tl.arange(0, BM // 32))[None, :], scale)
+    tl.store(
+        column_scale_ptr + columns[:, None] * (M // 32) + (m * (BM // 32) + tl.arange(0, BM // 32))[None, :], scale
+    )
 
 
 @triton.jit
@@ -124,7 +126,12 @@ def reference(h: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 def hardware_inputs(rng: np.random.Generator) -> dict[str, Any]:
     x = rng.standard_normal((32, 256)) * np.exp(rng.standard_normal((32, 1)))
-    return {"x_ptr": to_bf16(x), "code_ptr": np.zeros((32, 128), np.uint8), "scale_ptr": np.zeros((32, 8), np.uint8), "N": 256}
+    return {
+        "x_ptr": to_bf16(x),
+        "code_ptr": np.zeros((32, 128), np.uint8),
+        "scale_ptr": np.zeros((32, 8), np.uint8),
+        "N": 256,
+    }
 
 
 def hardware_reference(args: dict[str, Any]) -> dict[str, Any]:

@@ -58,14 +58,32 @@ def split_signature(signature: str) -> tuple[list[str], list[str]]:
     return results.split(), sources.split()
 
 
+_INTEGER_RANGE = {
+    "u32": (0, 2**32 - 1),
+    "i32": (-(2**31), 2**31 - 1),
+    "u16": (0, 2**16 - 1),
+    "i16": (-(2**15), 2**15 - 1),
+}
+
+
+def saturated(function: Function, kind: str) -> Function:
+    """An integer function evaluated without overflow, its result clamped to the range of the type."""
+
+    def clamped(*values: Array) -> Array:
+        return np.clip(function(*(value.astype(np.int64) for value in values)), *_INTEGER_RANGE[kind])
+
+    return clamped
+
+
 class VectorOperation:
     """A vector instruction bound to its operands; `compute` and `write` are apart because dual issue reads both
     halves before writing either."""
 
     def __init__(self, instruction: Instruction, signature: str, function: Function) -> None:
         self.instruction = instruction
-        self.function = function
         results, sources = split_signature(signature)
+        saturate = results[0] in _INTEGER_RANGE and instruction.flag("clamp")
+        self.function = saturated(function, results[0]) if saturate else function
         self.results = results
         self.dpp: Dpp | None = None
         self._dpp_pending = uses_dpp(instruction)
@@ -164,15 +182,16 @@ def vector(
     family: str,
     source: str = "CDNA, RDNA4: VOP1/VOP2/VOP3",
     archs: frozenset[str] = ALL,
+    saturates: bool = False,
 ) -> None:
-    """Declare a vector instruction."""
+    """Declare a vector instruction; `saturates`: it is integer arithmetic that `clamp` keeps from wrapping."""
 
     def bind(instruction: Instruction) -> Execute:
         return VectorOperation(instruction, signature, function)
 
     results, _ = split_signature(signature)
-    floats = ("clamp", "mul", "div") if results[0] in ("f32", "f16") else ()
-    modifiers = (*DPP_MODIFIERS, *DPP_CONTROLS, *SDWA_MODIFIERS, "op_sel", *floats)
+    extra = ("clamp", "mul", "div") if results[0] in ("f32", "f16") else ("clamp",) if saturates else ()
+    modifiers = (*DPP_MODIFIERS, *DPP_CONTROLS, *SDWA_MODIFIERS, "op_sel", *extra)
     register(names, bind, family=family, source=source, meaning=meaning, archs=archs, modifiers=modifiers)
 
 

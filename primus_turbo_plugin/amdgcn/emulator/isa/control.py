@@ -133,15 +133,35 @@ def _nothing(instruction: Instruction) -> Execute:
     return lambda machine: None
 
 
+# Bits 7:0 of the mode register as the kernels are loaded: round to nearest even, denormals kept.
+_INITIAL_MODE = 0xF0
+
+
 def _bind_set_mode(instruction: Instruction) -> Execute:
-    """s_setreg: only fields that do not change results (scheduling, register banks) are accepted."""
-    match = re.match(r"hwreg\((\w+)(?:, (\d+), (\d+))?\)", instruction.free_text)
+    """s_setreg: accepted where it does not change results: other fields, or the value the mode has already."""
+    match = re.match(r"hwreg\((\w+)(?:, (\d+), (\d+))?\),?\s*(\w+)?", instruction.free_text)
     if match is None:
         raise AssemblyError(f"{instruction.where}: hwreg(name, offset, width) expected.")
-    name, offset = match[1], int(match[2] or 0)
+    name, offset, width = match[1], int(match[2] or 0), int(match[3] or 32)
     if name in ("HW_REG_MODE", "HW_REG_WAVE_MODE") and offset < 8:
-        raise UnknownInstructionError(f"{instruction.where}: changing rounding or denormal mode is not emulated.")
+        mask = (1 << min(width, 8 - offset)) - 1
+        number = re.fullmatch(r"0x[0-9a-f]+|\d+", match[4] or "")
+        if number is None or int(match[4], 0) & mask != _INITIAL_MODE >> offset & mask:
+            raise UnknownInstructionError(f"{instruction.where}: changing rounding or denormal mode is not emulated.")
     return lambda machine: None
+
+
+def _bind_get_mode(instruction: Instruction) -> Execute:
+    """s_getreg: the cluster fields gfx1250 code asks for, all zero because there are no clusters."""
+    match = re.match(r"(s\d+), hwreg\((\w+)", instruction.free_text)
+    if match is None or match[2] != "HW_REG_IB_STS2":
+        raise UnknownInstructionError(f"{instruction.where}: this hardware register is not emulated.")
+    target = int(match[1][1:])
+
+    def execute(machine: Machine) -> None:
+        machine.waves.write_scalar(target, np.zeros(machine.waves.count, np.uint32))
+
+    return execute
 
 
 _SOPP = "CDNA, RDNA4: SOPP"
@@ -175,3 +195,5 @@ register(
 )  # fmt: skip
 register("s_setreg_b32 s_setreg_imm32_b32", _bind_set_mode, family=_FAMILY, source="CDNA, RDNA4: SOPK",
          meaning="mode fields that do not change results; others are refused")  # fmt: skip
+register("s_getreg_b32", _bind_get_mode, family=_FAMILY, source="RDNA4: SOPK; LLVM: gfx1250", archs=GFX1250,
+         meaning="D = cluster information, zero here; other fields are refused")  # fmt: skip

@@ -30,7 +30,12 @@ _op("v_cvt_i32_f32", "i32 = f32", _to(np.int32, _I32), "D = int(S0)")
 _op("v_cvt_u32_f32", "u32 = f32", _to(np.uint32, _U32), "D = unsigned(S0)")
 _op("v_cvt_f32_i32", "f32 = i32", lambda a: a.astype(F32), "D = float(S0)")
 _op("v_cvt_f32_u32", "f32 = u32", lambda a: a.astype(F32), "D = float(S0)")
-_op("v_cvt_flr_i32_f32 v_cvt_floor_i32_f32", "i32 = f32", lambda a: _to(np.int32, _I32)(np.floor(a)), "D = int(floor(S0))")
+_op(
+    "v_cvt_flr_i32_f32 v_cvt_floor_i32_f32",
+    "i32 = f32",
+    lambda a: _to(np.int32, _I32)(np.floor(a)),
+    "D = int(floor(S0))",
+)
 _op(
     "v_cvt_rpi_i32_f32 v_cvt_nearest_i32_f32", "i32 = f32",
     lambda a: _to(np.int32, _I32)(np.floor(a.astype(F64) + 0.5)), "D = int(floor(S0 + 0.5))",
@@ -82,7 +87,14 @@ _op("v_cvt_pk_u16_u32", "u32 = u32 u32", lambda a, b: _halves(np.minimum(a, U32(
     "D = {S1, S0} saturated")  # fmt: skip
 
 # -- bfloat16 -----------------------------------------------------------------------------------------------------------------
-_op("v_cvt_f32_bf16", "f32 = bf16", lambda a: a, "D = float(S0)", archs=GFX950 | GFX1250, source="CDNA4: VOP1; LLVM: gfx1250")
+_op(
+    "v_cvt_f32_bf16",
+    "f32 = bf16",
+    lambda a: a,
+    "D = float(S0)",
+    archs=GFX950 | GFX1250,
+    source="CDNA4: VOP1; LLVM: gfx1250",
+)
 _op("v_cvt_pk_bf16_f32", "u32 = f32 f32", lambda a, b: _halves(f32_to_bf16(a), f32_to_bf16(b)),
     "D = {bf16(S1), bf16(S0)}", archs=GFX950 | GFX1250, source="CDNA4: VOP3A; LLVM: gfx1250")  # fmt: skip
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from primus_turbo_plugin.amdgcn.assembly.instructions import Instruction
-from primus_turbo_plugin.amdgcn.emulator.isa.formats import E2M1, SmallFloat, eight_bit
-from primus_turbo_plugin.amdgcn.emulator.isa.registry import ALL, GFX950, Execute, register
-from primus_turbo_plugin.amdgcn.emulator.isa.values import Array, f32_to_bf16, typed, vector_reader
+from primus_turbo_plugin.amdgcn.emulator.isa.formats import E2M1, SmallFloat, e8m0, eight_bit
+from primus_turbo_plugin.amdgcn.emulator.isa.registry import ALL, GFX950, GFX1250, Execute, register
+from primus_turbo_plugin.amdgcn.emulator.isa.values import Array, f32_to_bf16, typed, vector_reader, words_of
 from primus_turbo_plugin.amdgcn.emulator.waves import U32
 
 if TYPE_CHECKING:
@@ -130,6 +130,55 @@ def _bind_single(instruction: Instruction) -> Execute:
     return execute
 
 
+def _bind_pack_eight(instruction: Instruction) -> Execute:
+    """v_cvt_scalef32_pk8_{fp8,bf8,fp4}_{f32,f16,bf16}: eight values, divided by a float scale, to eight codes."""
+    parts = instruction.opcode.split("_")
+    small, source = parts[-2], parts[-1]
+    target, values, scale = instruction.operands
+    read_scale = vector_reader(scale, "f32")
+
+    def execute(machine: Machine) -> None:
+        layout = _format(small, machine.arch.name)
+        exponent = -_scale_exponent(read_scale(machine))
+        words = [np.zeros((1, 1), U32) for _ in range(layout.bits // 4)]
+        for number in range(8):
+            if source == "f32":
+                value = vector_reader(values.shifted(number, 1), "f32")(machine)
+            else:
+                value = vector_reader(values.shifted(number // 2, 1), source, bool(number % 2))(machine)
+            code = layout.encode(np.ldexp(value.astype(np.float64), exponent)).astype(U32)
+            register_number, shift = divmod(number * layout.bits, 32)
+            words[register_number] = words[register_number] | (code << U32(shift))
+        for number, word in enumerate(words):
+            machine.waves.write_vector(target.index + number, word)
+
+    return execute
+
+
+def _bind_unpack_eight(instruction: Instruction) -> Execute:
+    """v_cvt_scale_pk8_{f32,f16,bf16}_{fp8,bf8,fp4}: eight codes, times an e8m0 scale (low byte), to eight values."""
+    parts = instruction.opcode.split("_")
+    wide, small = parts[-2], parts[-1]
+    target, codes, scale = instruction.operands
+    read_scale = vector_reader(scale, "u32")
+
+    def execute(machine: Machine) -> None:
+        layout = _format(small, machine.arch.name)
+        factor = e8m0(read_scale(machine) & U32(0xFF))
+        results = []
+        for number in range(8):
+            register_number, shift = divmod(number * layout.bits, 32)
+            word = vector_reader(codes.shifted(register_number, 1), "u32")(machine)
+            code = (word >> U32(shift)) & U32((1 << layout.bits) - 1)
+            results.append(words_of((layout.decode(code) * factor).astype(F32), wide))
+        if wide != "f32":
+            results = [results[2 * i] | (results[2 * i + 1] << U32(16)) for i in range(4)]
+        for number, word in enumerate(results):
+            machine.waves.write_vector(target.index + number, word)
+
+    return execute
+
+
 _FAMILY = "vector small-float conversion"
 for _small in ("fp8", "bf8"):
     register(f"v_cvt_pk_{_small}_f32", _bind_pack, family=_FAMILY, source="CDNA, RDNA4: VOP3A", archs=ALL,
@@ -146,3 +195,7 @@ for _small in ("fp8", "bf8", "fp4"):
                  meaning=f"D.part = two {_small} codes of values / scale", modifiers=("op_sel",))  # fmt: skip
         register(f"v_cvt_scalef32_pk_{_wide}_{_small}", _bind_unpack, family=_FAMILY, source="CDNA4: VOP3A", archs=GFX950,
                  meaning=f"D = two {_wide} values of {_small} codes times scale", modifiers=("op_sel",))  # fmt: skip
+        register(f"v_cvt_scalef32_pk8_{_small}_{_wide}", _bind_pack_eight, family=_FAMILY, source="LLVM: gfx1250", archs=GFX1250,
+                 meaning=f"D = eight {_small} codes of values / scale")  # fmt: skip
+        register(f"v_cvt_scale_pk8_{_wide}_{_small}", _bind_unpack_eight, family=_FAMILY, source="LLVM: gfx1250", archs=GFX1250,
+                 meaning=f"D = eight {_wide} values of {_small} codes times an e8m0 scale")  # fmt: skip

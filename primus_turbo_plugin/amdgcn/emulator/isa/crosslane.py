@@ -193,7 +193,9 @@ def _bind_swizzle(instruction: Instruction) -> Execute:
 
 _FAMILY = "cross lane"
 _VOP, _LDS = "CDNA, RDNA4: VOP1/VOP3", "CDNA, RDNA4: LDS"
-register("v_readfirstlane_b32", _bind_read_first, family=_FAMILY, source=_VOP, meaning="D = S0 of the first active lane")
+register(
+    "v_readfirstlane_b32", _bind_read_first, family=_FAMILY, source=_VOP, meaning="D = S0 of the first active lane"
+)
 register("v_readlane_b32", _bind_read_lane, family=_FAMILY, source=_VOP, meaning="D = S0 of lane S1")
 register("v_writelane_b32", _bind_write_lane, family=_FAMILY, source=_VOP, meaning="lane S1 of D = S0")
 register("v_permlane16_swap_b32 v_permlane32_swap_b32", _bind_half_swap, family=_FAMILY, source="CDNA4: VOP1",
@@ -207,4 +209,3 @@ register("ds_bpermute_b32 ds_permute_b32", _bind_permute, family=_FAMILY, source
          meaning="D = data of another lane; data to another lane", archs=ALL)  # fmt: skip
 register("ds_swizzle_b32", _bind_swizzle, family=_FAMILY, source=_LDS, modifiers=("offset",), loads=True,
          meaning="D = data of another lane, fixed pattern")  # fmt: skip
-

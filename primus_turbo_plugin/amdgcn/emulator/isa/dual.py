@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 # The halves that exist; each has the meaning of the single instruction of that name.
 _HALVES = (
-    "mov_b32 add_nc_u32 sub_nc_u32 lshlrev_b32 lshrrev_b32 ashrrev_i32 and_b32 bitop2_b32 max_i32 min_i32 cndmask_b32 "
-    "add_f32 sub_f32 subrev_f32 mul_f32 fma_f32 fmac_f32 fmaak_f32 fmamk_f32 max_num_f32 min_num_f32 mul_dx9_zero_f32"
-).split()
+    "mov_b32", "cndmask_b32", "add_nc_u32", "sub_nc_u32", "max_i32", "min_i32", "lshlrev_b32", "lshrrev_b32", "ashrrev_i32",
+    "and_b32", "bitop2_b32", "add_f32", "sub_f32", "subrev_f32", "mul_f32", "mul_dx9_zero_f32", "fma_f32", "fmac_f32",
+    "fmaak_f32", "fmamk_f32", "max_num_f32", "min_num_f32", "add_f64", "mul_f64", "fma_f64", "max_num_f64", "min_num_f64",
+)  # fmt: skip
 
 
 def _bind_half(instruction: Instruction) -> VectorOperation:

@@ -52,7 +52,9 @@ class SmallFloat:
         exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
         fraction = mantissa / 2.0**self.mantissa_bits
         value = np.where(
-            exponent == 0, fraction * 2.0 ** (1 - self.bias), (1 + fraction) * 2.0 ** (exponent.astype(float) - self.bias)
+            exponent == 0,
+            fraction * 2.0 ** (1 - self.bias),
+            (1 + fraction) * 2.0 ** (exponent.astype(float) - self.bias),
         )
         if self.name == "e5m2":
             value[exponent == 31] = np.where(mantissa[exponent == 31] == 0, np.inf, np.nan)

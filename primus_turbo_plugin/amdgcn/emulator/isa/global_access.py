@@ -56,7 +56,9 @@ def _descriptor(machine: Machine, words: list[Reader]) -> tuple[Ints, Ints]:
     return word[0] | ((word[1] & 0x01FFFFFF) << 32), (word[1] >> 25) | (word[2] << 7) | ((word[3] & 0x3F) << 39)
 
 
-def buffer_addresses(instruction: Instruction, address: Operand, descriptor: Operand, soffset: Operand, width: int) -> Addresses:
+def buffer_addresses(
+    instruction: Instruction, address: Operand, descriptor: Operand, soffset: Operand, width: int
+) -> Addresses:
     """Addresses of a raw buffer access and the lanes inside `num_records`."""
     if instruction.flag("idxen"):
         raise UnknownInstructionError(f"{instruction.where}: indexed (structured) buffers are not emulated.")
@@ -144,13 +146,19 @@ _LOADS_12 = ("u8", "i8", "u16", "i16", "b32", "b64", "b96", "b128", "d16_u8", "d
 _STORES_12 = ("b8", "b16", "b32", "b64", "b96", "b128", "d16_hi_b8", "d16_hi_b16")
 for _space in ("global", "flat", "buffer"):
     for _archs, _loads, _stores in ((CDNA, _LOADS_9, _STORES_9), (GFX1250, _LOADS_12, _STORES_12)):
-        # A `buffer_load ... lds` goes to LDS instead: see `to_lds`, which wraps this binder.
-        if _space != "buffer":
-            register([f"{_space}_load_{name}" for name in _loads], _bind_load, family="vector memory",
-                     source="CDNA, RDNA4: FLAT", meaning="D = memory", archs=_archs, modifiers=_MODIFIERS, loads=True)  # fmt: skip
-        register([f"{_space}_store_{name}" for name in _stores], _bind_store, family="vector memory",
-                 source="CDNA, RDNA4: FLAT, MUBUF", meaning="memory = data", archs=_archs, modifiers=_MODIFIERS)  # fmt: skip
-BUFFER_LOADS = {CDNA: [f"buffer_load_{name}" for name in _LOADS_9], GFX1250: [f"buffer_load_{name}" for name in _LOADS_12]}
+        if _space != "buffer":  # a `buffer_load ... lds` goes to LDS instead: `to_lds` registers those
+            register(
+                [f"{_space}_load_{name}" for name in _loads], _bind_load, family="vector memory",
+                source="CDNA, RDNA4: FLAT", meaning="D = memory", archs=_archs, modifiers=_MODIFIERS, loads=True,
+            )  # fmt: skip
+        register(
+            [f"{_space}_store_{name}" for name in _stores], _bind_store, family="vector memory",
+            source="CDNA, RDNA4: FLAT, MUBUF", meaning="memory = data", archs=_archs, modifiers=_MODIFIERS,
+        )  # fmt: skip
+BUFFER_LOADS = {
+    CDNA: [f"buffer_load_{name}" for name in _LOADS_9],
+    GFX1250: [f"buffer_load_{name}" for name in _LOADS_12],
+}
 bind_load = _bind_load
 
 
@@ -160,4 +168,3 @@ def _bind_prefetch(instruction: Instruction) -> Execute:
 
 register("global_prefetch_b8 flat_prefetch_b8", _bind_prefetch, family="vector memory", source="LLVM: gfx1250",
          meaning="cache prefetch: no effect here", archs=GFX1250, modifiers=_MODIFIERS)  # fmt: skip
-

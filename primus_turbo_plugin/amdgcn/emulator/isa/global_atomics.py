@@ -17,7 +17,7 @@ from primus_turbo_plugin.amdgcn.emulator.isa.global_access import addresses_of
 from primus_turbo_plugin.amdgcn.emulator.isa.registry import CDNA, GFX1250, Execute, register
 from primus_turbo_plugin.amdgcn.emulator.isa.values import Array, vector_reader
 from primus_turbo_plugin.amdgcn.emulator.waits import LOAD, STORE, VM
-from primus_turbo_plugin.amdgcn.emulator.waves import U32
+from primus_turbo_plugin.amdgcn.emulator.waves import U32, Bools
 
 if TYPE_CHECKING:
     from primus_turbo_plugin.amdgcn.emulator.machine import Machine
@@ -54,6 +54,17 @@ def _words(machine: Machine, operand: Operand, size: int) -> Array:
     return machine.waves.spread(vector_reader(operand, "u64" if size == 8 else "u32")(machine))
 
 
+def _return_old(machine: Machine, instruction: Instruction, target: Operand, old: Array, lanes: Bools) -> None:
+    """Put the values the lanes found into the target."""
+    result = np.zeros(machine.waves.active.shape, old.dtype)
+    result[lanes] = old
+    registers = old.dtype.itemsize // 4
+    for i in range(registers):
+        machine.waves.write_vector(target.index + i, (result >> result.dtype.type(32 * i)).astype(U32))
+    counter = VM if machine.arch.is_cdna else LOAD
+    machine.waits.fill([counter], target.shifted(0, registers).registers(), instruction)
+
+
 def _bind_atomic(instruction: Instruction) -> Execute:
     """memory = f(memory, data), lane after lane."""
     tail = instruction.opcode.split("_atomic_")[1]
@@ -63,54 +74,53 @@ def _bind_atomic(instruction: Instruction) -> Execute:
     compute = addresses_of(instruction, remaining, size)
 
     def execute(machine: Machine) -> None:
-        waves = machine.waves
         addresses, lanes = compute(machine)
         offsets = machine.memory.offsets(addresses[lanes], size, "atomic")
         old = apply_in_order(machine.memory.storage, offsets, _words(machine, source, size)[lanes], function)
         if target is None:
             machine.waits.count(VM if machine.arch.is_cdna else STORE)
             return
-        result = np.zeros(waves.active.shape, old.dtype)
-        result[lanes] = old
-        for i in range(size // 4):
-            waves.write_vector(target.index + i, (result >> result.dtype.type(32 * i)).astype(U32))
-        machine.waits.fill([VM if machine.arch.is_cdna else LOAD], target.registers(), instruction)
+        _return_old(machine, instruction, target, old, lanes)
 
     return execute
 
 
 def _bind_compare_swap(instruction: Instruction) -> Execute:
     """memory = data[0] where memory == data[1] (one element after the other)."""
+    size = 8 if instruction.opcode.endswith(("_x2", "_b64")) else 4
     target, source, remaining = _split(instruction)
-    compute = addresses_of(instruction, remaining, 4)
+    compute = addresses_of(instruction, remaining, size)
 
     def execute(machine: Machine) -> None:
-        waves = machine.waves
         addresses, lanes = compute(machine)
-        offsets = machine.memory.offsets(addresses[lanes], 4, "atomic")
-        new, expected = (_words(machine, source.shifted(i, 1), 4)[lanes] for i in (0, 1))
-        view = machine.memory.storage.view(U32)
-        old = np.empty(len(offsets), U32)
-        for i, index in enumerate(offsets // 4):
+        offsets = machine.memory.offsets(addresses[lanes], size, "atomic")
+        new, expected = (_words(machine, source.shifted(i * size // 4, size // 4), size)[lanes] for i in (0, 1))
+        view = machine.memory.storage.view(new.dtype)
+        old = np.empty(len(offsets), new.dtype)
+        for i, index in enumerate(offsets // size):
             old[i] = view[index]
             if old[i] == expected[i]:
                 view[index] = new[i]
         if target is None:
             machine.waits.count(VM if machine.arch.is_cdna else STORE)
             return
-        result = np.zeros(waves.active.shape, U32)
-        result[lanes] = old
-        waves.write_vector(target.index, result)
-        machine.waits.fill([VM if machine.arch.is_cdna else LOAD], [target.registers()[0]], instruction)
+        _return_old(machine, instruction, target, old, lanes)
 
     return execute
 
 
 _MODIFIERS = ("offset", "offen", "scale_offset")
-for _archs, _names, _swap in ((CDNA, _CDNA_NAMES, "cmpswap"), (GFX1250, _GFX1250_NAMES, "cmpswap_b32")):
+_SOURCE = "CDNA, RDNA4: FLAT, MUBUF"
+for _archs, _names, _swap in (
+    (CDNA, _CDNA_NAMES, ("cmpswap", "cmpswap_x2")),
+    (GFX1250, _GFX1250_NAMES, ("cmpswap_b32", "cmpswap_b64")),
+):
     for _space in ("global", "flat", "buffer"):
-        register([f"{_space}_atomic_{name}" for name in _names], _bind_atomic, family="global atomic",
-                 source="CDNA, RDNA4: FLAT, MUBUF", meaning="memory = f(memory, data); D = old value if asked for", archs=_archs,
-                 modifiers=_MODIFIERS)  # fmt: skip
-        register(f"{_space}_atomic_{_swap}", _bind_compare_swap, family="global atomic", source="CDNA, RDNA4: FLAT, MUBUF",
-                 meaning="memory = data0 where memory == data1; D = old value if asked for", archs=_archs, modifiers=_MODIFIERS)  # fmt: skip
+        register(
+            [f"{_space}_atomic_{name}" for name in _names], _bind_atomic, family="global atomic", source=_SOURCE,
+            meaning="memory = f(memory, data); D = old value if asked for", archs=_archs, modifiers=_MODIFIERS,
+        )  # fmt: skip
+        register(
+            [f"{_space}_atomic_{name}" for name in _swap], _bind_compare_swap, family="global atomic", source=_SOURCE,
+            meaning="memory = data0 where memory == data1; D = old value if asked for", archs=_archs, modifiers=_MODIFIERS,
+        )  # fmt: skip

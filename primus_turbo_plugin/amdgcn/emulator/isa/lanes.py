@@ -149,5 +149,3 @@ def sdwa_merge(instruction: Instruction, result: Words, previous: Words) -> Word
     if unused == "UNUSED_PRESERVE":
         return (previous & U32(0xFFFFFFFF ^ mask)) | placed
     raise AssemblyError(f"{instruction.where}: dst_unused:{unused} is not emulated.")
-
-

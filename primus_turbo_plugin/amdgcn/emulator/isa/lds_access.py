@@ -7,7 +7,7 @@ units of the element, or of 64 elements with `st64`/`stride64`.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -100,16 +100,22 @@ _WIDE = ("b32", "b64", "b96", "b128")
 _NARROW = ("u8", "i8", "u16", "i16")
 _HALVES = ("u8_d16", "u8_d16_hi", "i8_d16", "i8_d16_hi", "u16_d16", "u16_d16_hi")
 _STORES = ("b8", "b16", "b8_d16_hi", "b16_d16_hi", *_WIDE)
-for _archs, _source, _read, _write, _pair_read, _pair_write, _stride in (
-    (CDNA, "CDNA: LDS", "read", "write", "read2", "write2", "st64"),
-    (GFX1250, "RDNA4: LDS", "load", "store", "load_2addr", "store_2addr", "_stride64"),
-):
-    register([f"ds_{_read}_{width}" for width in (*_WIDE, *_NARROW, *_HALVES)], _bind_load, family="lds", source=_source,
-             meaning="D = LDS[address + offset]", archs=_archs, modifiers=("offset",), loads=True)  # fmt: skip
-    register([f"ds_{_write}_{width}" for width in _STORES], _bind_store, family="lds", source=_source,
-             meaning="LDS[address + offset] = data", archs=_archs, modifiers=("offset",))  # fmt: skip
-    for _bits in ("b32", "b64"):
-        register([f"ds_{_pair_read}_{_bits}", f"ds_{_pair_read}{_stride}_{_bits}"], _bind_load_pair, family="lds",
-                 source=_source, meaning="D = two LDS elements", archs=_archs, modifiers=("offset0", "offset1"), loads=True)  # fmt: skip
-        register([f"ds_{_pair_write}_{_bits}", f"ds_{_pair_write}{_stride}_{_bits}"], _bind_store_pair, family="lds",
-                 source=_source, meaning="two LDS elements = data", archs=_archs, modifiers=("offset0", "offset1"))  # fmt: skip
+
+
+def _register(archs: frozenset[str], source: str, read: str, write: str, pairs: tuple[str, str, str]) -> None:
+    """Register one generation's names; `pairs` are the two-address load, store and the stride suffix."""
+    load_pair, store_pair, stride = pairs
+    shared: dict[str, Any] = {"family": "lds", "source": source, "archs": archs}
+    one, two = ("offset",), ("offset0", "offset1")
+    loads = [f"ds_{read}_{width}" for width in (*_WIDE, *_NARROW, *_HALVES)]
+    register(loads, _bind_load, meaning="D = LDS[address + offset]", modifiers=one, loads=True, **shared)
+    stores = [f"ds_{write}_{width}" for width in _STORES]
+    register(stores, _bind_store, meaning="LDS[address + offset] = data", modifiers=one, **shared)
+    loads = [f"ds_{load_pair}{tail}_{bits}" for tail in ("", stride) for bits in ("b32", "b64")]
+    register(loads, _bind_load_pair, meaning="D = two LDS elements", modifiers=two, loads=True, **shared)
+    stores = [f"ds_{store_pair}{tail}_{bits}" for tail in ("", stride) for bits in ("b32", "b64")]
+    register(stores, _bind_store_pair, meaning="two LDS elements = data", modifiers=two, **shared)
+
+
+_register(CDNA, "CDNA: LDS", "read", "write", ("read2", "write2", "st64"))
+_register(GFX1250, "RDNA4: LDS", "load", "store", ("load_2addr", "store_2addr", "_stride64"))

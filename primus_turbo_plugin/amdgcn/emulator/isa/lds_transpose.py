@@ -49,7 +49,8 @@ _MAP_8_BIT = _gathered(
     (_E8 & 3) | ((_E8 & 4) << 1) | ((_LANE & 8) >> 1) | (_LANE & 16), np.broadcast_to(_LANE & 7, (32, 8))
 )
 _MAP_4_BIT = _gathered(
-    np.broadcast_to((_E16 & 7) | ((_E16 & 8) << 1) | ((_LANE & 16) >> 1), (32, 16)), np.broadcast_to(_LANE & 15, (32, 16))
+    np.broadcast_to((_E16 & 7) | ((_E16 & 8) << 1) | ((_LANE & 16) >> 1), (32, 16)),
+    np.broadcast_to(_LANE & 15, (32, 16)),
 )
 
 

@@ -27,7 +27,7 @@ def element_bits(element: ElementType) -> int:
     """Width of an element."""
     if isinstance(element, SmallFloat):
         return element.bits
-    return {"f16": 16, "bf16": 16, "f32": 32, "i8": 8, "u8": 8, "f64": 64}[element]
+    return {"f16": 16, "bf16": 16, "f32": 32, "xf32": 32, "i8": 8, "u8": 8, "f64": 64}[element]
 
 
 def operand_words(machine: Machine, operand: Operand, registers: int) -> NDArray[np.uint32]:
@@ -44,6 +44,8 @@ def elements_of(words: NDArray[np.uint32], element: ElementType) -> Array:
     if element == "bf16":
         pairs = np.stack([words << U32(16), words & U32(0xFFFF0000)], axis=-1)
         return pairs.reshape(*words.shape[:-1], -1).view(np.float32)
+    if element == "xf32":
+        return ((words + U32(0x0FFF) + ((words >> U32(13)) & U32(1))) & U32(0xFFFFE000)).view(np.float32)
     dtype = {"f16": np.float16, "f32": np.float32, "i8": np.int8, "u8": np.uint8, "f64": np.float64}[element]
     values = words.view(dtype)
     return values.astype(np.float32) if element == "f16" else values
@@ -62,18 +64,27 @@ def multiply(a: Array, b: Array) -> Array:
     return np.matmul(a.astype(wide), np.swapaxes(b.astype(wide), -1, -2))
 
 
-def accumulator(machine: Machine, operand: Operand, register: int, dtype: type) -> Array:
-    """Register `register` of operand C, as float32 or int32, [chosen, lane] or a constant."""
+def accumulator(machine: Machine, operand: Operand, number: int, dtype: type) -> Array:
+    """Element `number` of operand C for every lane, [chosen, lane], or a constant."""
     if operand.kind is Kind.VECTOR:
-        value = machine.waves.vector(operand.index + register).view(dtype)
+        if dtype == np.float64:
+            value: Array = machine.waves.vector64(operand.index + 2 * number).view(np.float64)
+        else:
+            value = machine.waves.vector(operand.index + number).view(dtype)
     else:
-        kind = "f32" if dtype == np.float32 else "u32"
-        value = np.array([[constant_bits(operand, kind)]], U32).view(dtype)
+        kind = "f32" if dtype == np.float32 else "f64" if dtype == np.float64 else "u32"
+        bits = np.uint64 if dtype == np.float64 else U32
+        value = np.array([[constant_bits(operand, kind)]], bits).view(dtype)
     return -value if operand.negate else value
 
 
 def store_result(machine: Machine, target: int, values: list[Array]) -> None:
-    """Write result registers, all lanes."""
+    """Write results to consecutive registers (pairs for float64), all lanes."""
     waves = machine.waves
-    for register, value in enumerate(values):
-        waves.vgpr[target + register, waves.chosen] = np.ascontiguousarray(value).view(U32)
+    for number, value in enumerate(values):
+        words = np.ascontiguousarray(value).view(U32)
+        if value.dtype.itemsize == 8:
+            waves.vgpr[target + 2 * number, waves.chosen] = words[:, 0::2]
+            waves.vgpr[target + 2 * number + 1, waves.chosen] = words[:, 1::2]
+        else:
+            waves.vgpr[target + number, waves.chosen] = words

@@ -25,6 +25,7 @@ Execute = Callable[["Machine"], None]
 Binder = Callable[[Instruction], Execute]
 
 CDNA = frozenset({"gfx942", "gfx950"})
+GFX942 = frozenset({"gfx942"})
 GFX950 = frozenset({"gfx950"})
 GFX1250 = frozenset({"gfx1250"})
 ALL = CDNA | GFX1250
@@ -121,7 +122,9 @@ def check_program(instructions: Iterable[Instruction], arch: str) -> None:
             unknown.setdefault(reason, []).append(instruction)
     if unknown:
         lines = [f"  {reason}: {len(uses)} use(s), first at {uses[0].where}" for reason, uses in unknown.items()]
-        raise UnknownInstructionError(f"amdgcn: {len(unknown)} instruction(s) not emulated on {arch}:\n" + "\n".join(lines))
+        raise UnknownInstructionError(
+            f"amdgcn: {len(unknown)} instruction(s) not emulated on {arch}:\n" + "\n".join(lines)
+        )
 
 
 def bind(instruction: Instruction, arch: str) -> Execute:

@@ -100,10 +100,10 @@ for _bits in ("32", "64"):
 
 # -- shifts and bit fields ------------------------------------------------------------------------------------------------
 for _bits in ("32", "64"):
-    for _name, _kind, _meaning in (("lshl_b", "u", "S0 << S1"), ("lshr_b", "u", "S0 >> S1"), ("ashr_i", "i", "S0 >> S1")):
+    for _name, _kind, _left in (("lshl_b", "u", True), ("lshr_b", "u", False), ("ashr_i", "i", False)):
         scalar(
             f"s_{_name}{_bits}", f"{_kind}{_bits} scc = {_kind}{_bits} u32",
-            lambda a, b, left=_name.startswith("lshl"): _and_flag(shift(a, b, left)), f"D = {_meaning}; SCC = D != 0",
+            lambda a, b, left=_left: _and_flag(shift(a, b, left)), f"D = S0 {'<<' if _left else '>>'} S1; SCC = D != 0",
         )  # fmt: skip
     for _kind in ("u", "i"):
         scalar(
@@ -111,7 +111,12 @@ for _bits in ("32", "64"):
             lambda a, b: _and_flag(bit_field(a, b & U32(0x3F), (b >> U32(16)) & U32(0x7F))),
             "D = S1[22:16] bits of S0 from bit S1[5:0]; SCC = D != 0",
         )  # fmt: skip
-scalar("s_bfm_b32", "u32 = u32 u32", lambda a, b: ((U32(1) << (a & U32(31))) - U32(1)) << (b & U32(31)), "D = S0 ones << S1")
+scalar(
+    "s_bfm_b32",
+    "u32 = u32 u32",
+    lambda a, b: ((U32(1) << (a & U32(31))) - U32(1)) << (b & U32(31)),
+    "D = S0 ones << S1",
+)
 scalar("s_brev_b32", "u32 = u32", bit_reverse, "D = S0 bit-reversed")
 scalar("s_ff1_i32_b32 s_ctz_i32_b32", "i32 = u32", count_trailing, "D = trailing zeros, -1 for zero")
 scalar("s_flbit_i32_b32 s_clz_i32_u32", "i32 = u32", count_leading, "D = leading zeros, -1 for zero")
@@ -121,11 +126,30 @@ scalar("s_bitset0_b32", "u32 = u32 dst", lambda a, d: d & ~(U32(1) << (a & U32(3
 scalar("s_bitset1_b32", "u32 = u32 dst", lambda a, d: d | (U32(1) << (a & U32(31))), "D[S0] = 1")
 scalar("s_bitcmp0_b32", "scc = u32 u32", lambda a, b: (a >> (b & U32(31))) & U32(1) == 0, "SCC = S0[S1] == 0")
 scalar("s_bitcmp1_b32", "scc = u32 u32", lambda a, b: (a >> (b & U32(31))) & U32(1) == 1, "SCC = S0[S1] == 1")
-scalar("s_sext_i32_i8", "i32 = u32", lambda a: a.astype(np.uint8).view(np.int8).astype(np.int32), "D = sign-extended byte")
-scalar("s_sext_i32_i16", "i32 = u32", lambda a: a.astype(np.uint16).view(np.int16).astype(np.int32), "D = sign-extended half")
-scalar("s_pack_ll_b32_b16", "u32 = u32 u32", lambda a, b: (a & U32(0xFFFF)) | (b << U32(16)), "D = {S1[15:0], S0[15:0]}")
-scalar("s_pack_lh_b32_b16", "u32 = u32 u32", lambda a, b: (a & U32(0xFFFF)) | (b & U32(0xFFFF0000)), "D = {S1[31:16], S0[15:0]}")
-scalar("s_pack_hh_b32_b16", "u32 = u32 u32", lambda a, b: (a >> U32(16)) | (b & U32(0xFFFF0000)), "D = {S1[31:16], S0[31:16]}")
+scalar(
+    "s_sext_i32_i8", "i32 = u32", lambda a: a.astype(np.uint8).view(np.int8).astype(np.int32), "D = sign-extended byte"
+)
+scalar(
+    "s_sext_i32_i16",
+    "i32 = u32",
+    lambda a: a.astype(np.uint16).view(np.int16).astype(np.int32),
+    "D = sign-extended half",
+)
+scalar(
+    "s_pack_ll_b32_b16", "u32 = u32 u32", lambda a, b: (a & U32(0xFFFF)) | (b << U32(16)), "D = {S1[15:0], S0[15:0]}"
+)
+scalar(
+    "s_pack_lh_b32_b16",
+    "u32 = u32 u32",
+    lambda a, b: (a & U32(0xFFFF)) | (b & U32(0xFFFF0000)),
+    "D = {S1[31:16], S0[15:0]}",
+)
+scalar(
+    "s_pack_hh_b32_b16",
+    "u32 = u32 u32",
+    lambda a, b: (a >> U32(16)) | (b & U32(0xFFFF0000)),
+    "D = {S1[31:16], S0[31:16]}",
+)
 
 # -- comparisons ----------------------------------------------------------------------------------------------------------
 _COMPARE = {
@@ -144,8 +168,9 @@ for _name, (_function, _symbol) in _COMPARE.items():
         _negated = "neq" if _name == "lg" else f"n{_name}"
         _test = _COMPARE["eq"][0] if _name == "lg" else _function
         scalar(
-            f"s_cmp_{_negated}_f32", "scc = f32 f32", lambda a, b, f=_test: ~f(a, b), f"SCC = not (S0 {_symbol} S1)", archs=GFX1250
-        )
+            f"s_cmp_{_negated}_f32", "scc = f32 f32", lambda a, b, f=_test: ~f(a, b),
+            f"SCC = not (S0 {'==' if _name == 'lg' else _symbol} S1)", archs=GFX1250,
+        )  # fmt: skip
 
 # -- floating point (gfx1250) ---------------------------------------------------------------------------------------------
 for _name, _function, _meaning in (

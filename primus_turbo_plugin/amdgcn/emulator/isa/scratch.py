@@ -32,7 +32,9 @@ def _addresses(machine: Machine, vector: Operand, scalar: Operand | None, offset
         address = address + scalar_reader(scalar, "u32")(machine).astype(np.int64)[:, None]
     address = np.where(waves.active, address, 0)
     if ((address < 0) | (address + width > machine.scratch.shape[1])).any():
-        raise OutOfBoundsError(f"scratch access of {width} bytes is outside the {machine.scratch.shape[1]} bytes of a lane.")
+        raise OutOfBoundsError(
+            f"scratch access of {width} bytes is outside the {machine.scratch.shape[1]} bytes of a lane."
+        )
     return waves.indices[:, None] * waves.lanes + np.arange(waves.lanes), address
 
 
@@ -67,11 +69,19 @@ def _bind_store(instruction: Instruction) -> Execute:
     return execute
 
 
-for _archs, _loads, _stores in (
-    (CDNA, "ubyte sbyte ushort sshort dword dwordx2 dwordx3 dwordx4 short_d16 short_d16_hi", "byte short dword dwordx2 dwordx3 dwordx4"),
-    (GFX1250, "u8 i8 u16 i16 b32 b64 b96 b128 d16_b16 d16_hi_b16", "b8 b16 b32 b64 b96 b128"),
-):
-    register([f"scratch_load_{name}" for name in _loads.split()], _bind_load, family="scratch", source="CDNA, RDNA4: FLAT",
-             meaning="D = private memory", archs=_archs, modifiers=("offset",), loads=True)  # fmt: skip
-    register([f"scratch_store_{name}" for name in _stores.split()], _bind_store, family="scratch",
-             source="CDNA, RDNA4: FLAT", meaning="private memory = data", archs=_archs, modifiers=("offset",))  # fmt: skip
+_NAMES = {
+    CDNA: (
+        "ubyte sbyte ushort sshort dword dwordx2 dwordx3 dwordx4 short_d16 short_d16_hi",
+        "byte short dword dwordx2 dwordx3 dwordx4",
+    ),
+    GFX1250: ("u8 i8 u16 i16 b32 b64 b96 b128 d16_b16 d16_hi_b16", "b8 b16 b32 b64 b96 b128"),
+}
+for _archs, (_loads, _stores) in _NAMES.items():
+    register(
+        [f"scratch_load_{name}" for name in _loads.split()], _bind_load, family="scratch", source="CDNA, RDNA4: FLAT",
+        meaning="D = private memory", archs=_archs, modifiers=("offset",), loads=True,
+    )  # fmt: skip
+    register(
+        [f"scratch_store_{name}" for name in _stores.split()], _bind_store, family="scratch", source="CDNA, RDNA4: FLAT",
+        meaning="private memory = data", archs=_archs, modifiers=("offset",),
+    )  # fmt: skip

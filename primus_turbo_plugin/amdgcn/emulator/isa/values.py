@@ -32,7 +32,7 @@ Reader = Callable[["Machine"], Array]
 F32 = np.float32
 
 _WIDE = {"u64": U64, "i64": np.int64, "f64": np.float64}
-_HALF = {"u16": np.uint16, "i16": np.int16, "f16": np.float16, "bf16": None}
+_HALF: dict[str, Any] = {"u16": np.uint16, "i16": np.int16, "f16": np.float16, "bf16": None}
 _FLOATS = ("f32", "f64", "f16", "bf16", "x32")
 
 

@@ -56,17 +56,41 @@ _op("v_bfi_b32", "u32 = u32 u32 u32", lambda a, b, c: (a & b) | (~a & c), "D = (
 for _bits, _kind in (("32", "32"), ("16", "16"), ("64", "64")):
     _amount = "u16" if _bits == "16" else "u32"
     _op(
-        f"v_lshlrev_b{_bits}", f"u{_kind} = {_amount} u{_kind}", lambda a, b: shift(b, a.astype(U32), True), "D = S1 << S0"
+        f"v_lshlrev_b{_bits}",
+        f"u{_kind} = {_amount} u{_kind}",
+        lambda a, b: shift(b, a.astype(U32), True),
+        "D = S1 << S0",
     )
     _op(
-        f"v_lshrrev_b{_bits}", f"u{_kind} = {_amount} u{_kind}", lambda a, b: shift(b, a.astype(U32), False), "D = S1 >> S0"
+        f"v_lshrrev_b{_bits}",
+        f"u{_kind} = {_amount} u{_kind}",
+        lambda a, b: shift(b, a.astype(U32), False),
+        "D = S1 >> S0",
     )
     _op(
-        f"v_ashrrev_i{_bits}", f"i{_kind} = {_amount} i{_kind}", lambda a, b: shift(b, a.astype(U32), False), "D = S1 >> S0"
+        f"v_ashrrev_i{_bits}",
+        f"i{_kind} = {_amount} i{_kind}",
+        lambda a, b: shift(b, a.astype(U32), False),
+        "D = S1 >> S0",
     )
-_op("v_bfe_u32", "u32 = u32 u32 u32", lambda a, b, c: bit_field(a, b & U32(31), c & U32(31)), "D = S2 bits of S0 from S1")
-_op("v_bfe_i32", "i32 = i32 u32 u32", lambda a, b, c: bit_field(a, b & U32(31), c & U32(31)), "D = S2 bits of S0 from S1")
-_op("v_bfm_b32", "u32 = u32 u32", lambda a, b: ((U32(1) << (a & U32(31))) - U32(1)) << (b & U32(31)), "D = S0 ones << S1")
+_op(
+    "v_bfe_u32",
+    "u32 = u32 u32 u32",
+    lambda a, b, c: bit_field(a, b & U32(31), c & U32(31)),
+    "D = S2 bits of S0 from S1",
+)
+_op(
+    "v_bfe_i32",
+    "i32 = i32 u32 u32",
+    lambda a, b, c: bit_field(a, b & U32(31), c & U32(31)),
+    "D = S2 bits of S0 from S1",
+)
+_op(
+    "v_bfm_b32",
+    "u32 = u32 u32",
+    lambda a, b: ((U32(1) << (a & U32(31))) - U32(1)) << (b & U32(31)),
+    "D = S0 ones << S1",
+)
 _op("v_bfrev_b32", "u32 = u32", bit_reverse, "D = S0 bit-reversed")
 _op("v_ffbl_b32 v_ctz_i32_b32", "i32 = u32", count_trailing, "D = trailing zeros, -1 for zero")
 _op("v_ffbh_u32 v_clz_i32_u32", "i32 = u32", count_leading, "D = leading zeros, -1 for zero")
@@ -82,9 +106,19 @@ def _align(a: Array, b: Array, bits: Array) -> Array:
 
 _op("v_perm_b32", "u32 = u32 u32 u32", permute_bytes, "D = bytes of {S0, S1} picked by S2")
 _op("v_alignbit_b32", "u32 = u32 u32 u32", lambda a, b, c: _align(a, b, c & U32(31)), "D = {S0, S1} >> S2[4:0]")
-_op("v_alignbyte_b32", "u32 = u32 u32 u32", lambda a, b, c: _align(a, b, (c & U32(3)) * U32(8)), "D = {S0, S1} >> 8 * S2[1:0]")
+_op(
+    "v_alignbyte_b32",
+    "u32 = u32 u32 u32",
+    lambda a, b, c: _align(a, b, (c & U32(3)) * U32(8)),
+    "D = {S0, S1} >> 8 * S2[1:0]",
+)
 _op("v_pack_b32_f16", "u32 = u16 u16", lambda a, b: a.astype(U32) | (b.astype(U32) << U32(16)), "D = {S1, S0} halves")
-_op("v_prng_b32", "u32 = u32", lambda a: (a << U32(1)) ^ np.where(a >> U32(31), U32(197), U32(0)), "D = next of a 32-bit LFSR")
+_op(
+    "v_prng_b32",
+    "u32 = u32",
+    lambda a: (a << U32(1)) ^ np.where(a >> U32(31), U32(197), U32(0)),
+    "D = next of a 32-bit LFSR",
+)
 _op("v_sat_pk_u8_i16", "u32 = u32", lambda a: _saturate_pair(a), "D = two halves saturated to bytes")
 
 

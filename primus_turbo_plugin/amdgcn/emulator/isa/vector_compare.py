@@ -5,8 +5,6 @@ Source: CDNA, RDNA4 "VOPC". Inactive lanes give 0.
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
 from primus_turbo_plugin.amdgcn.emulator.isa.alu import compare, vector
@@ -44,9 +42,10 @@ def _float_class(a: Array, classes: Array) -> Array:
     """Bits: signalling NaN, quiet NaN, -inf, -normal, -denormal, -0, +0, +denormal, +normal, +inf."""
     negative, infinite, zero = np.signbit(a), np.isinf(a), a == 0
     nan = np.isnan(a)
-    denormal = (np.abs(a) < np.float32(2.0**-126)) & ~zero & ~nan
+    denormal = (np.abs(a) < np.finfo(a.dtype).tiny) & ~zero & ~nan
     normal = ~(nan | infinite | zero | denormal)
-    quiet = (np.ascontiguousarray(a).view(U32) >> U32(22)) & U32(1) == 1
+    words = np.ascontiguousarray(a).view(np.dtype(f"u{a.dtype.itemsize}"))
+    quiet = (words >> words.dtype.type(np.finfo(a.dtype).nmant - 1)) & words.dtype.type(1) == 1
     flags = [
         nan & ~quiet, nan & quiet, infinite & negative, normal & negative, denormal & negative, zero & negative,
         zero & ~negative, denormal & ~negative, normal & ~negative, infinite & ~negative,
@@ -57,6 +56,8 @@ def _float_class(a: Array, classes: Array) -> Array:
     return result
 
 
-partial(vector, family="vector compare")(
-    "v_cmp_class_f32", "mask = f32 u32", _float_class, "mask = S0 is of one of the classes in S1", source="CDNA, RDNA4: VOPC"
-)
+for _kind in ("f16", "f32", "f64"):
+    vector(
+        f"v_cmp_class_{_kind}", f"mask = {_kind} u32", _float_class, "mask = S0 is of one of the classes in S1",
+        family="vector compare", source="CDNA, RDNA4: VOPC",
+    )  # fmt: skip

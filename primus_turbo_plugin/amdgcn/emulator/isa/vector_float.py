@@ -13,12 +13,13 @@ import numpy as np
 
 from primus_turbo_plugin.amdgcn.emulator.isa.alu import scalar, vector
 from primus_turbo_plugin.amdgcn.emulator.isa.functions import fma16, fma32
-from primus_turbo_plugin.amdgcn.emulator.isa.registry import ALL, GFX950, GFX1250
+from primus_turbo_plugin.amdgcn.emulator.isa.registry import GFX950, GFX1250
 from primus_turbo_plugin.amdgcn.emulator.isa.values import Array
 from primus_turbo_plugin.amdgcn.emulator.waves import U32
 
 _op = partial(vector, family="vector float")
 F16, F32, F64 = np.float16, np.float32, np.float64
+_function: Callable[..., Array]
 
 
 def _rounded(function: Callable[[Array], Array], dtype: type = F32) -> Callable[[Array], Array]:
@@ -34,7 +35,12 @@ for _kind, _fma in (("f32", fma32), ("f16", fma16)):
     _op(f"v_mul_{_kind}", f"{_kind} = {_kind} {_kind}", lambda a, b: a * b, "D = S0 * S1")
     _op(f"v_fma_{_kind}", f"{_kind} = {_kind} {_kind} {_kind}", _fma, "D = fma(S0, S1, S2)")
     _op(f"v_fmac_{_kind}", f"{_kind} = {_kind} {_kind} dst", _fma, "D = fma(S0, S1, D)")
-    _op(f"v_fmaak_{_kind} v_fmamk_{_kind}", f"{_kind} = {_kind} {_kind} {_kind}", _fma, "D = fma(S0, S1, S2), one literal")
+    _op(
+        f"v_fmaak_{_kind} v_fmamk_{_kind}",
+        f"{_kind} = {_kind} {_kind} {_kind}",
+        _fma,
+        "D = fma(S0, S1, S2), one literal",
+    )
 _op("v_mul_legacy_f32 v_mul_dx9_zero_f32", "f32 = f32 f32",
     lambda a, b: np.where((a == 0) | (b == 0), F32(0), a * b), "D = S0 * S1, zero if either is zero")  # fmt: skip
 
@@ -50,7 +56,13 @@ for _kind in ("f32", "f16"):
             lambda *a, f=_function: reduce(f, a), f"D = {_name}(S0, S1, S2), numbers win over NaN",
         )  # fmt: skip
     for _name, _function in (("minimum", np.minimum), ("maximum", np.maximum)):
-        _op(f"v_{_name}_{_kind}", f"{_kind} = {_kind} {_kind}", _function, f"D = {_name}(S0, S1), NaN wins", archs=GFX1250)
+        _op(
+            f"v_{_name}_{_kind}",
+            f"{_kind} = {_kind} {_kind}",
+            _function,
+            f"D = {_name}(S0, S1), NaN wins",
+            archs=GFX1250,
+        )
         _op(
             f"v_{_name}3_{_kind}", f"{_kind} = {_kind} {_kind} {_kind}",
             lambda *a, f=_function: reduce(f, a), f"D = {_name}(S0, S1, S2), NaN wins", archs=GFX950 | GFX1250,
@@ -80,7 +92,12 @@ _op("v_rcp_iflag_f32", "f32 = f32", _rounded(_UNARY["rcp"][0]), "D = 1 / S0")
 _op("v_tanh_f32", "f32 = f32", _rounded(np.tanh), "D = tanh(S0)", archs=GFX1250)
 _op("v_tanh_f16", "f16 = f16", _rounded(np.tanh, F16), "D = tanh(S0)", archs=GFX1250)
 _op("v_ldexp_f32", "f32 = f32 i32", lambda a, b: np.ldexp(a.astype(F64), b).astype(F32), "D = S0 * 2 ** S1")
-_op("v_ldexp_f16", "f16 = f16 i16", lambda a, b: np.ldexp(a.astype(F64), b.astype(np.int32)).astype(F16), "D = S0 * 2 ** S1")
+_op(
+    "v_ldexp_f16",
+    "f16 = f16 i16",
+    lambda a, b: np.ldexp(a.astype(F64), b.astype(np.int32)).astype(F16),
+    "D = S0 * 2 ** S1",
+)
 _op("v_frexp_exp_i32_f32", "i32 = f32", lambda a: np.frexp(np.nan_to_num(a, posinf=0, neginf=0))[1].astype(np.int32),
     "D = exponent of S0, mantissa in [0.5, 1)")  # fmt: skip
 _op("v_frexp_mant_f32", "f32 = f32", lambda a: np.frexp(a)[0], "D = mantissa of S0 in [0.5, 1)")
@@ -94,13 +111,21 @@ for _name, _function, _meaning in (
 _op("v_fma_bf16", "bf16 = bf16 bf16 bf16", fma32, "D = fma(S0, S1, S2)", archs=GFX1250, source="LLVM: gfx1250")
 for _name in ("exp", "log", "rcp", "rsq", "sqrt", "tanh"):
     _function = np.tanh if _name == "tanh" else _UNARY[_name][0]
-    _op(f"v_{_name}_bf16", "bf16 = bf16", _rounded(_function), f"D = {_name}(S0)", archs=GFX1250, source="LLVM: gfx1250")
+    _op(
+        f"v_{_name}_bf16", "bf16 = bf16", _rounded(_function), f"D = {_name}(S0)", archs=GFX1250, source="LLVM: gfx1250"
+    )
 
 # -- float64 ------------------------------------------------------------------------------------------------------------------
 _op("v_add_f64", "f64 = f64 f64", lambda a, b: a + b, "D = S0 + S1")
 _op("v_mul_f64", "f64 = f64 f64", lambda a, b: a * b, "D = S0 * S1")
 _op("v_fma_f64", "f64 = f64 f64 f64", lambda a, b, c: _fma64(a, b, c), "D = S0 * S1 + S2")
 _op("v_fmac_f64", "f64 = f64 f64 dst", lambda a, b, c: _fma64(a, b, c), "D = S0 * S1 + D")
+for _name in ("rcp", "rsq", "sqrt", "fract", "trunc", "floor", "ceil", "rndne"):
+    _op(f"v_{_name}_f64", "f64 = f64", _UNARY[_name][0], f"D = {_UNARY[_name][1]}")
+_op("v_ldexp_f64", "f64 = f64 i32", lambda a, b: np.ldexp(a, b), "D = S0 * 2 ** S1")
+_op("v_frexp_exp_i32_f64", "i32 = f64", lambda a: np.frexp(np.nan_to_num(a, posinf=0, neginf=0))[1].astype(np.int32),
+    "D = exponent of S0, mantissa in [0.5, 1)")  # fmt: skip
+_op("v_frexp_mant_f64", "f64 = f64", lambda a: np.frexp(a)[0], "D = mantissa of S0 in [0.5, 1)")
 _op("v_min_f64 v_min_num_f64", "f64 = f64 f64", np.fmin, "D = min(S0, S1)")
 _op("v_max_f64 v_max_num_f64", "f64 = f64 f64", np.fmax, "D = max(S0, S1)")
 
@@ -113,22 +138,27 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
 
 # -- division helpers: a / b = div_fixup(div_fmas(scaled Newton iteration), b, a) ----------------------------------------------
 def _exponent(a: Array) -> Array:
-    return ((np.ascontiguousarray(a).view(U32) >> U32(23)) & U32(0xFF)).astype(np.int32)
+    """Biased exponent of float32 or float64."""
+    if a.dtype == F32:
+        return ((np.ascontiguousarray(a).view(U32) >> U32(23)) & U32(0xFF)).astype(np.int32)
+    return ((np.ascontiguousarray(a).view(np.uint64) >> np.uint64(52)) & np.uint64(0x7FF)).astype(np.int32)
 
 
-def _denormal(a: Array) -> Array:
-    return (np.abs(a) < F64(2.0**-126)) & (a != 0)
+def _denormal(a: Array, least: int) -> Array:
+    """Not zero, but smaller in magnitude than 2 ** least."""
+    return (np.abs(a) < np.ldexp(np.longdouble(1), least)) & (a != 0)
 
 
 def _div_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
-    """v_div_scale_f32: scale numerator or denominator by 2**64 where the quotient's steps would leave the range."""
+    """v_div_scale: scale numerator or denominator by a power of two where the quotient's steps would leave the range."""
     value, denominator, numerator = np.broadcast_arrays(value, denominator, numerator)
-    scaled_up = np.ldexp(value.astype(F64), 64).astype(F32)
-    scaled_down = np.ldexp(value.astype(F64), -64).astype(F32)
-    is_denominator = value.view(U32) == denominator.view(U32)
-    is_numerator = value.view(U32) == numerator.view(U32)
-    reciprocal_denormal = _denormal(1.0 / denominator.astype(F64))
-    quotient_denormal = _denormal(numerator.astype(F64) / denominator)
+    single = value.dtype == F32
+    power, far, tiny, least = (64, 96, 23, -126) if single else (128, 768, 53, -1022)
+    wide = np.longdouble
+    scaled_up, scaled_down = (np.ldexp(value.astype(wide), e).astype(value.dtype) for e in (power, -power))
+    is_denominator, is_numerator = value == denominator, value == numerator
+    reciprocal_denormal = _denormal(1 / denominator.astype(wide), least)
+    quotient_denormal = _denormal(numerator.astype(wide) / denominator.astype(wide), least)
     result, flag = value.copy(), np.zeros(value.shape, bool)
     open_cases = np.ones(value.shape, bool)
 
@@ -139,36 +169,44 @@ def _div_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Arra
         flag = flag | (here & sets_flag)
         open_cases = open_cases & ~condition
 
-    case((numerator == 0) | (denominator == 0), np.full(value.shape, np.nan, F32), False)
-    case(_exponent(numerator) - _exponent(denominator) >= 96, np.where(is_denominator, scaled_up, value), True)
-    case(_denormal(denominator.astype(F64)), scaled_up, False)
+    case((numerator == 0) | (denominator == 0), np.full(value.shape, np.nan, value.dtype), False)
+    case(_exponent(numerator) - _exponent(denominator) >= far, np.where(is_denominator, scaled_up, value), True)
+    case(_denormal(denominator, least), scaled_up, False)
     case(reciprocal_denormal & quotient_denormal, np.where(is_denominator, scaled_up, value), True)
     case(reciprocal_denormal, scaled_down, False)
     case(quotient_denormal, np.where(is_numerator, scaled_up, value), True)
-    case(_exponent(numerator) <= 23, scaled_up, False)
+    case(_exponent(numerator) <= tiny, scaled_up, False)
     return result, flag
 
 
 def _div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """v_div_fixup_f32: the exact special cases (NaN, infinities, zeros) and the sign around a computed quotient."""
+    """v_div_fixup: the exact special cases (NaN, infinities, zeros) and the sign around a computed quotient."""
     quotient, denominator, numerator = np.broadcast_arrays(quotient, denominator, numerator)
-    sign = np.where(np.signbit(denominator) ^ np.signbit(numerator), F32(-1), F32(1))
+    dtype = quotient.dtype.type
+    sign = np.where(np.signbit(denominator) ^ np.signbit(numerator), dtype(-1), dtype(1))
     result = np.abs(quotient) * sign
-    result = np.where(_exponent(numerator) - _exponent(denominator) < -150, sign * F32(0), result)
-    result = np.where(np.isinf(denominator) | (numerator == 0), sign * F32(0), result)
-    result = np.where((denominator == 0) | np.isinf(numerator), sign * F32(np.inf), result)
+    underflow = _exponent(numerator) - _exponent(denominator) < (-150 if dtype == F32 else -1075)
+    result = np.where(underflow | np.isinf(denominator) | (numerator == 0), sign * dtype(0), result)
+    result = np.where((denominator == 0) | np.isinf(numerator), sign * dtype(np.inf), result)
     undefined = ((denominator == 0) & (numerator == 0)) | (np.isinf(denominator) & np.isinf(numerator))
-    result = np.where(undefined | np.isnan(denominator) | np.isnan(numerator), F32(np.nan), result)
-    return result.astype(F32)
+    return np.where(undefined | np.isnan(denominator) | np.isnan(numerator), dtype(np.nan), result)
 
 
 def _div_fmas(a: Array, b: Array, c: Array, scale: Array) -> Array:
-    value = a.astype(F64) * b + c
-    return np.where(scale, np.ldexp(value, 32), value).astype(F32)
+    wide = F64 if a.dtype == F32 else np.longdouble
+    value = a.astype(wide) * b.astype(wide) + c.astype(wide)
+    return np.where(scale, np.ldexp(value, 32 if a.dtype == F32 else 64), value).astype(a.dtype)
 
 
-_op("v_div_scale_f32", "f32 mask = f32 f32 f32", _div_scale, "D = S0 scaled for the division S2 / S1; mask = rescale later")
-_op("v_div_fmas_f32", "f32 = f32 f32 f32 vcc", _div_fmas, "D = fma(S0, S1, S2), times 2 ** 32 where VCC")
-_op("v_div_fixup_f32", "f32 = f32 f32 f32", _div_fixup, "D = quotient S0 of S2 / S1 with special cases")
-_op("v_div_fixup_f16", "f16 = f16 f16 f16", lambda q, b, a: (a.astype(F64) / b).astype(F16), "D = S2 / S1", archs=ALL)
-
+for _kind in ("f32", "f64"):
+    _op(f"v_div_scale_{_kind}", f"{_kind} mask = {_kind} {_kind} {_kind}", _div_scale,
+        "D = S0 scaled for the division S2 / S1; mask = rescale later")  # fmt: skip
+    _op(f"v_div_fmas_{_kind}", f"{_kind} = {_kind} {_kind} {_kind} vcc", _div_fmas,
+        "D = fma(S0, S1, S2), rescaled where VCC")  # fmt: skip
+    _op(
+        f"v_div_fixup_{_kind}",
+        f"{_kind} = {_kind} {_kind} {_kind}",
+        _div_fixup,
+        "D = quotient S0 of S2 / S1 with special cases",
+    )
+_op("v_div_fixup_f16", "f16 = f16 f16 f16", lambda q, b, a: (a.astype(F64) / b).astype(F16), "D = S2 / S1")

@@ -27,11 +27,11 @@ def _unsigned24(a: Array) -> Array:
 
 
 # -- 32-bit addition and multiplication -----------------------------------------------------------------------------------
-_op("v_add_u32 v_add_nc_u32", "u32 = u32 u32", lambda a, b: a + b, "D = S0 + S1")
-_op("v_sub_u32 v_sub_nc_u32", "u32 = u32 u32", lambda a, b: a - b, "D = S0 - S1")
-_op("v_subrev_u32 v_subrev_nc_u32", "u32 = u32 u32", lambda a, b: b - a, "D = S1 - S0")
-_op("v_add_i32 v_add_nc_i32", "i32 = i32 i32", lambda a, b: a + b, "D = S0 + S1")
-_op("v_sub_i32 v_sub_nc_i32", "i32 = i32 i32", lambda a, b: a - b, "D = S0 - S1")
+_op("v_add_u32 v_add_nc_u32", "u32 = u32 u32", lambda a, b: a + b, "D = S0 + S1", saturates=True)
+_op("v_sub_u32 v_sub_nc_u32", "u32 = u32 u32", lambda a, b: a - b, "D = S0 - S1", saturates=True)
+_op("v_subrev_u32 v_subrev_nc_u32", "u32 = u32 u32", lambda a, b: b - a, "D = S1 - S0", saturates=True)
+_op("v_add_i32 v_add_nc_i32", "i32 = i32 i32", lambda a, b: a + b, "D = S0 + S1", saturates=True)
+_op("v_sub_i32 v_sub_nc_i32", "i32 = i32 i32", lambda a, b: a - b, "D = S0 - S1", saturates=True)
 _op("v_add3_u32", "u32 = u32 u32 u32", lambda a, b, c: a + b + c, "D = S0 + S1 + S2")
 _op("v_add_lshl_u32", "u32 = u32 u32 u32", lambda a, b, c: (a + b) << (c & U32(31)), "D = (S0 + S1) << S2")
 _op("v_lshl_add_u32", "u32 = u32 u32 u32", lambda a, b, c: (a << (b & U32(31))) + c, "D = (S0 << S1) + S2")
@@ -41,8 +41,18 @@ _op("v_mul_hi_u32", "u32 = u32 u32", multiply_high, "D = (S0 * S1) >> 32")
 _op("v_mul_hi_i32", "i32 = i32 i32", multiply_high, "D = (S0 * S1) >> 32, signed")
 _op("v_mul_u32_u24", "u32 = u32 u32", lambda a, b: _unsigned24(a) * _unsigned24(b), "D = S0[23:0] * S1[23:0]")
 _op("v_mul_i32_i24", "i32 = i32 i32", lambda a, b: _signed24(a) * _signed24(b), "D = S0[23:0] * S1[23:0], signed")
-_op("v_mad_u32_u24", "u32 = u32 u32 u32", lambda a, b, c: _unsigned24(a) * _unsigned24(b) + c, "D = S0[23:0] * S1[23:0] + S2")
-_op("v_mad_i32_i24", "i32 = i32 i32 i32", lambda a, b, c: _signed24(a) * _signed24(b) + c, "D = S0[23:0] * S1[23:0] + S2")
+_op(
+    "v_mad_u32_u24",
+    "u32 = u32 u32 u32",
+    lambda a, b, c: _unsigned24(a) * _unsigned24(b) + c,
+    "D = S0[23:0] * S1[23:0] + S2",
+)
+_op(
+    "v_mad_i32_i24",
+    "i32 = i32 i32 i32",
+    lambda a, b, c: _signed24(a) * _signed24(b) + c,
+    "D = S0[23:0] * S1[23:0] + S2",
+)
 _op("v_mad_u32", "u32 = u32 u32 u32", lambda a, b, c: a * b + c, "D = S0 * S1 + S2", archs=GFX1250)
 _op("v_sad_u32", "u32 = u32 u32 u32", lambda a, b, c: np.where(a > b, a - b, b - a) + c, "D = |S0 - S1| + S2")
 
@@ -73,13 +83,18 @@ for _kind in ("u32", "i32"):
     )  # fmt: skip
 
 # -- 16 bits --------------------------------------------------------------------------------------------------------------
-_op("v_add_u16 v_add_nc_u16", "u16 = u16 u16", lambda a, b: a + b, "D = S0 + S1")
-_op("v_sub_u16 v_sub_nc_u16", "u16 = u16 u16", lambda a, b: a - b, "D = S0 - S1")
+_op("v_add_u16 v_add_nc_u16", "u16 = u16 u16", lambda a, b: a + b, "D = S0 + S1", saturates=True)
+_op("v_sub_u16 v_sub_nc_u16", "u16 = u16 u16", lambda a, b: a - b, "D = S0 - S1", saturates=True)
 _op("v_mul_lo_u16", "u16 = u16 u16", lambda a, b: a * b, "D = S0 * S1")
-_op("v_mad_u16 v_mad_legacy_u16", "u16 = u16 u16 u16", lambda a, b, c: a * b + c, "D = S0 * S1 + S2")
+_op("v_mad_u16 v_mad_legacy_u16", "u16 = u16 u16 u16", lambda a, b, c: a * b + c, "D = S0 * S1 + S2", saturates=True)
 
 # -- 64 bits --------------------------------------------------------------------------------------------------------------
-_op("v_lshl_add_u64", "u64 = u64 u32 u64", lambda a, b, c: (a << (b & U32(7)).astype(U64)) + c, "D = (S0 << S1[2:0]) + S2")
+_op(
+    "v_lshl_add_u64",
+    "u64 = u64 u32 u64",
+    lambda a, b, c: (a << (b & U32(7)).astype(U64)) + c,
+    "D = (S0 << S1[2:0]) + S2",
+)
 _op("v_add_nc_u64 v_add_u64", "u64 = u64 u64", lambda a, b: a + b, "D = S0 + S1", archs=GFX1250)
 _op("v_sub_nc_u64 v_sub_u64", "u64 = u64 u64", lambda a, b: a - b, "D = S0 - S1", archs=GFX1250)
 _op("v_mul_u64", "u64 = u64 u64", lambda a, b: a * b, "D = S0 * S1", archs=GFX1250)
@@ -101,7 +116,17 @@ def _multiply_add_64_signed(a: Array, b: Array, c: Array) -> tuple[Array, Array]
 
 
 _op("v_mad_u64_u32 v_mad_co_u64_u32", "u64 mask = u32 u32 u64", _multiply_add_64, "D = S0 * S1 + S2; mask = carry")
-_op("v_mad_i64_i32 v_mad_co_i64_i32", "i64 mask = i32 i32 i64", _multiply_add_64_signed, "D = S0 * S1 + S2; mask = overflow")
+_op(
+    "v_mad_i64_i32 v_mad_co_i64_i32",
+    "i64 mask = i32 i32 i64",
+    _multiply_add_64_signed,
+    "D = S0 * S1 + S2; mask = overflow",
+)
 _op("v_mad_nc_u64_u32", "u64 = u32 u32 u64", lambda *a: _multiply_add_64(*a)[0], "D = S0 * S1 + S2", archs=GFX1250)
-_op("v_mad_nc_i64_i32", "i64 = i32 i32 i64", lambda *a: _multiply_add_64_signed(*a)[0], "D = S0 * S1 + S2", archs=GFX1250)
-
+_op(
+    "v_mad_nc_i64_i32",
+    "i64 = i32 i32 i64",
+    lambda *a: _multiply_add_64_signed(*a)[0],
+    "D = S0 * S1 + S2",
+    archs=GFX1250,
+)

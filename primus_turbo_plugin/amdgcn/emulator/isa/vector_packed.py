@@ -108,7 +108,10 @@ def _bind_move(instruction: Instruction) -> Execute:
     """v_pk_mov_b32: low result from source 0, high result from source 1, `op_sel` choosing the register of each."""
     select = instruction.vector("op_sel", 2)
     target, first, second = instruction.operands
-    reads = [vector_reader(_pick_register(first, select[0]), "u32"), vector_reader(_pick_register(second, select[1]), "u32")]
+    reads = [
+        vector_reader(_pick_register(first, select[0]), "u32"),
+        vector_reader(_pick_register(second, select[1]), "u32"),
+    ]
 
     def execute(machine: Machine) -> None:
         low, high = (np.array(read(machine)) for read in reads)
@@ -126,6 +129,7 @@ def _packed(name: str, kind: str, function: Function, meaning: str, archs: froze
     )  # fmt: skip
 
 
+_function: Function
 _packed("v_pk_add_f32", "f32", lambda a, b: a + b, "D = S0 + S1")
 _packed("v_pk_mul_f32", "f32", lambda a, b: a * b, "D = S0 * S1")
 _packed("v_pk_fma_f32", "f32", fma32, "D = fma(S0, S1, S2)")
@@ -143,7 +147,11 @@ for _kind, _fma, _archs in (("f16", fma16, ALL), ("bf16", fma32, GFX1250)):
         _packed(f"v_pk_{_name}_num_{_kind}", _kind, _function, f"D = {_name}(S0, S1)", GFX1250)
 for _name, _function in (("minimum3", np.minimum), ("maximum3", np.maximum)):
     _packed(
-        f"v_pk_{_name}_f16", "f16", lambda a, b, c, f=_function: f(f(a, b), c), f"D = {_name}(S0, S1, S2)", GFX950 | GFX1250
+        f"v_pk_{_name}_f16",
+        "f16",
+        lambda a, b, c, f=_function: f(f(a, b), c),
+        f"D = {_name}(S0, S1, S2)",
+        GFX950 | GFX1250,
     )
 for _kind in ("u16", "i16"):
     for _name, _function in (("min", np.minimum), ("max", np.maximum)):
@@ -155,3 +163,39 @@ _packed("v_pk_mad_u16", "u16", lambda a, b, c: a * b + c, "D = S0 * S1 + S2")
 _packed("v_pk_lshlrev_b16", "u16", lambda a, b: b << (a & np.uint16(15)), "D = S1 << S0")
 _packed("v_pk_lshrrev_b16", "u16", lambda a, b: b >> (a & np.uint16(15)), "D = S1 >> S0")
 _packed("v_pk_ashrrev_i16", "i16", lambda a, b: b >> (a & np.int16(15)), "D = S1 >> S0")
+
+
+# -- mixed precision ------------------------------------------------------------------------------------------------------
+def _bind_mixed(instruction: Instruction) -> Execute:
+    """v_fma_mix*: each source is float32, or (where `op_sel_hi` says so) the half of a register `op_sel` chooses."""
+    narrow = "bf16" if instruction.opcode.endswith("_bf16") else "f16"
+    sources = instruction.operands[1:]
+    halves, is_half = instruction.vector("op_sel", 3), instruction.vector("op_sel_hi", 3)
+    readers = [
+        vector_reader(operand, narrow if half else "f32", bool(upper))
+        for operand, half, upper in zip(sources, is_half, halves, strict=True)
+    ]
+    target = instruction.operands[0].index
+    lower, upper = "mixlo" in instruction.opcode, "mixhi" in instruction.opcode
+    clamp = instruction.flag("clamp")
+
+    def execute(machine: Machine) -> None:
+        value = fma32(*(read(machine).astype(np.float32) for read in readers))
+        value = np.clip(value, np.float32(0), np.float32(1)) if clamp else value
+        if not lower and not upper:
+            machine.waves.write_vector(target, words_of(value, "f32"))
+            return
+        bits, previous = words_of(value, narrow), machine.waves.vector(target)
+        if upper:
+            machine.waves.write_vector(target, (previous & U32(0xFFFF)) | (bits << U32(16)))
+        else:
+            machine.waves.write_vector(target, (previous & U32(0xFFFF0000)) | bits)
+
+    return execute
+
+
+_MIXED = ("op_sel", "op_sel_hi", "clamp")
+register("v_fma_mix_f32 v_fma_mixlo_f16 v_fma_mixhi_f16", _bind_mixed, family="vector packed", source="CDNA, RDNA4: VOP3P",
+         meaning="D = fma(S0, S1, S2) in float32, sources float32 or float16", modifiers=_MIXED)  # fmt: skip
+register("v_fma_mix_f32_bf16 v_fma_mixlo_bf16 v_fma_mixhi_bf16", _bind_mixed, family="vector packed", source="LLVM: gfx1250",
+         meaning="D = fma(S0, S1, S2) in float32, sources float32 or bfloat16", archs=GFX1250, modifiers=_MIXED)  # fmt: skip

@@ -121,7 +121,9 @@ def _store(machine: Machine, instruction: Instruction, kind: str, products: Arra
         values = [(products[:, i] + accumulator(machine, c, offset + i, dtype)).astype(dtype) for i in range(8)]
         store_result(machine, target.index + offset, values)
         return
-    addends = elements_of(operand_words(machine, c, 8 if kind == "bf16f32" else 4), "f32" if kind == "bf16f32" else kind)
+    addends = elements_of(
+        operand_words(machine, c, 8 if kind == "bf16f32" else 4), "f32" if kind == "bf16f32" else kind
+    )
     total = products + addends.transpose(0, 2, 1).astype(np.float32)
     if kind == "f16":
         bits = np.ascontiguousarray(total.astype(np.float16)).view(np.uint16).astype(U32)
