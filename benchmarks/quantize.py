@@ -2,10 +2,10 @@
 
     python -m benchmarks.quantize [--shapes llama3_8b.fc1 ...] [--json rows.jsonl] [--no-torchao]
 
-Row "mxfp4 row+col H16": a rowwise MXFP4 copy and a columnwise one rotated along tokens, as a Wgrad operand needs them. The share of the
-roof is bytes that must move (2 read, 1 + 1/16 written per element) over the time, against a device copy measured in the same run.
-torchao has no such rotation; its rows quantise x and a rotated x.T that torch has prepared (a bf16 matrix product, so other bits), which is what
-a user would write; "check" says what was compared. Every row is checked before it is timed.
+"mxfp4 row+col H16" makes a rowwise MXFP4 copy and a columnwise one rotated along tokens, as a Wgrad operand needs them. The
+share of the roof is the bytes that must move (2 read, 1 + 1/16 written per element) over the time, against a device copy measured
+in the same run. torchao has no such rotation: its rows quantise x, and a rotated x.T that torch prepares as a bf16 matrix product
+(so its bits differ), which is what a user would write. Every row is checked before it is timed; `ok` says what was compared.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Shapes of the models that tests and benchmarks are named after.
 
-A linear is `w [out_features, in_features]`, its activation `x [tokens, in_features]` and its output gradient `[tokens, out_features]`.
+A linear is `w [out_features, in_features]`, its activation `[tokens, in_features]`, its output gradient `[tokens, out_features]`.
 Source: the Llama 3 8B and 70B configurations (hidden 4096 / 8192, feed-forward 14336 / 28672, 32 / 64 heads of 128, 8 key-value
 heads). fc1 holds the gate and the up projection.
 """

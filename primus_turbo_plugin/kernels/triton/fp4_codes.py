@@ -5,7 +5,7 @@ Math      c = sign(y) 2^max(exponent(y), 0);  r = 2^22 c + y: one fp32 addition 
           k + 2 exponent, below the sign: r (2^28 + 2^6 + 1) + 2^29 brings exactly sign and code into the top four bits
           (bf16 pairs: 2^6 c, bits 0-2 and 7-8, and the same product for both halves of a word)
 Cost      per element: maximum, and, fma, multiply-add, funnel shift; for bf16 pairs half of that (two elements an instruction)
-Numerics  |y| < 7 whenever the scale rule is not FLOOR (EVEN: amax < 1.75 * 2^(emax + 1)), so nothing can round past 6; FLOOR clamps
+Numerics  |y| < 7 unless the scale rule is FLOOR (EVEN: amax < 1.75 * 2^(emax + 1)), so nothing rounds past 6; FLOOR clamps
 Limits    y must be finite; the caller zeroes blocks that hold NaN. TARGET: "sm90" uses PTX for packed bf16, "gfx950" the hardware
           conversion, "generic" plain Triton; all give the same bits
 """

@@ -101,7 +101,7 @@ def quantize_both(
                 _launch_fast(x, row, col)
             else:
                 _launch_tile(x, row, col)
-    return row and row.result(signs_seed), col and col.result(signs_seed)
+    return row.result(signs_seed) if row else None, col.result(signs_seed) if col else None
 
 
 def supports(request: QuantizeRequest) -> str | None:

@@ -1,14 +1,18 @@
-"""MXFP4 copies of a bf16 tensor, rowwise and rotated columnwise, from one read held in registers (Triton).
+"""MXFP4 copies of a bf16 tensor, rowwise and rotated columnwise, by one program a tile (Triton).
 
 Math      row: scale of 32 columns, round.  column: H16 or H32 along tokens, scale of 32 tokens, round
-Layout    x [tokens, cols] bf16, read as words of two columns. A thread holds 32 tokens x 4 columns: the rotation, the columnwise
-          amax and the packing of both copies never leave it; the rowwise amax is shared by 8 threads. A program is TOKEN_BLOCKS x 32
-          tokens by COL_GROUPS x 4 columns. The columnwise codes cross shared memory once, to be stored 16 bytes a thread
-Cost      2 + 1 + 1/16 bytes an element. About 22 instructions an element in all on sm_90, where 132 SMs issue 3.3e13 lanes a second
-          (0.67 ps an element at 1.98 GHz), against 0.72 ps for the bytes at 4.27 TB/s: both matter
+Layout    x [tokens, cols] bf16, read as words of two columns. A program is TOKEN_BLOCKS x 32 tokens by COL_GROUPS x 4 columns.
+          Rows: 16 bytes a thread, 4 threads share a scale. Columns: a thread holds 32 tokens x 4 columns, so that rotation, amax and
+          packing never leave it; its codes cross shared memory once, to be stored 16 bytes a thread
+Cost      2 + 1 + 1/16 bytes an element of device memory: the tile is read twice, the second time from the L1 cache. About 20
+          instructions an element on sm_90; docs/performance.md compares that with what the machine issues
 Numerics  butterflies in fp32 in the reference's order; same bits as kernels/reference/quantize.py
-Limits    cols a multiple of 4, unit column stride, rows 8-byte aligned, round to nearest; other cases: quantize_tile.py
+Limits    cols a multiple of 8, unit column stride, rows 16-byte aligned, round to nearest; other cases: quantize_tile.py
 """
+
+# Triton's compiler grows tuples by concatenation only:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -190,7 +194,7 @@ def _column_amax(values, META: tl.constexpr, TARGET: tl.constexpr):
 def _join4(tensors):
     """Four tensors to one with a last axis of 4."""
     joined = tl.join(tl.join(tensors[0], tensors[2]), tl.join(tensors[1], tensors[3]))
-    return tl.reshape(joined, tensors[0].shape + [4])  # noqa: RUF005
+    return tl.reshape(joined, tensors[0].shape + [4])
 
 
 @triton.jit
@@ -238,7 +242,7 @@ def _col_copy(
 
 @triton.jit
 def _tile_of_program(row_scales, col_blocks, TOKEN_BLOCKS: tl.constexpr, COL_GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """(token tile, column tile): GROUP token tiles side by side, so that their pieces of a columnwise row meet in the L2 cache."""
+    """(token tile, column tile): GROUP token tiles side by side, whose pieces of a columnwise row meet in the L2 cache."""
     pid = tl.program_id(0)
     token_tiles = tl.cdiv(col_blocks, TOKEN_BLOCKS)
     col_tiles = tl.cdiv(row_scales * 8, COL_GROUPS)
@@ -258,8 +262,8 @@ def quantize_mxfp4_bf16_kernel(
 ):  # fmt: skip
     """Both copies of TOKEN_BLOCKS * 32 tokens by COL_GROUPS * 4 columns.
 
-    `x_ptr`, `row_data` and `col_data` are int32: two bf16 or eight codes. `cols8` counts groups of 8 columns, `row_stride16` is x's row
-    stride in 16-byte units.
+    `x_ptr`, `row_data` and `col_data` are int32: two bf16 or eight codes. `cols8` counts groups of 8 columns, `row_stride16` is
+    x's row stride in 16-byte units.
     """
     token_tile, col_tile = _tile_of_program(row_scales, col_blocks, TOKEN_BLOCKS, COL_GROUPS, GROUP)
     row_words = row_stride16 * 4

@@ -1,8 +1,8 @@
 """Quantise a tile into its rowwise and its columnwise copy in one pass (Triton): every spec, dtype, stride and tail.
 
 Math      as kernels/reference/quantize.py: rotate, scale, round
-Layout    x [rows, cols] by strides;  rowwise [rows, padded cols], columnwise [cols, padded rows], FP4 two codes a byte; one program
-          a BLOCK_M x BLOCK_N tile, which holds whole blocks and whole rotations of both copies
+Layout    x [rows, cols] by strides;  rowwise [rows, padded cols], columnwise [cols, padded rows], FP4 two codes a byte;
+          one program a BLOCK_M x BLOCK_N tile, which holds whole blocks and whole rotations of both copies
 Cost      x is read once whatever the number of copies; a scale that spans an axis (FP8 tensorwise, rowwise) costs one more read
 Numerics  fp32 inside; same bits as the reference
 Limits    the portable kernel: quantize_mxfp4_bf16.py is the fast one for the case that training spends its time in
