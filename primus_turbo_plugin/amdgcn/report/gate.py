@@ -66,7 +66,7 @@ def _opcodes(report: IsaReport, gate: IsaGate) -> list[str]:
     return problems
 
 
-def check(report: IsaReport, gate: IsaGate) -> list[str]:
+def check_gate(report: IsaReport, gate: IsaGate) -> list[str]:
     """Violations of a gate, one line each; empty if the kernel passes."""
     problems = []
     if report.vgpr_spills > gate.max_spills:

@@ -92,6 +92,8 @@ def lookup(name: str, arch: str) -> Opcode | None:
 
 def coverage(arch: str) -> list[Opcode]:
     """Every instruction emulated on a target, by family and name."""
+    import primus_turbo_plugin.amdgcn.emulator.isa  # noqa: F401  (fills the table)
+
     return sorted((op for op in _TABLE.values() if arch in op.archs), key=lambda op: (op.family, op.name))
 
 
