@@ -1,4 +1,9 @@
-"""`primus-turbo`: tools around the package. `primus-turbo doctor` says what this machine can do and what is broken."""
+"""`primus-turbo`: tools around the package.
+
+doctor     what this machine can do, what serves each op, and what is broken
+isa        what the compiler made of an AMD kernel
+emulate    run an AMD kernel in the functional emulator
+"""
 
 from __future__ import annotations
 
@@ -44,6 +49,7 @@ def _torch_problem() -> str | None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line; an unknown subcommand is answered with those that exist."""
+    from primus_turbo_plugin.amdgcn import commands as amdgcn
     from primus_turbo_plugin.precision.config_sources import add_turbo_arguments
 
     parser = argparse.ArgumentParser(prog="primus-turbo", description="Tools of the primus_turbo_plugin package.")
@@ -64,6 +70,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_turbo_arguments(doctor)
     doctor.set_defaults(run=_doctor)
+    isa = commands.add_parser("isa", help=amdgcn.ISA_HELP, description=amdgcn.ISA_HELP)
+    amdgcn.add_isa_arguments(isa)
+    isa.set_defaults(run=amdgcn.run_isa)
+    emulate = commands.add_parser("emulate", help=amdgcn.EMULATE_HELP, description=amdgcn.EMULATE_HELP)
+    amdgcn.add_emulate_arguments(emulate)
+    emulate.set_defaults(run=amdgcn.run_emulate)
     return parser
 
 

@@ -175,3 +175,16 @@ def test_reader_that_goes_away_is_no_traceback() -> None:
     )
     assert done.stdout == "Device\n"
     assert "Traceback" not in done.stderr
+
+
+def test_amd_kernels_are_emulated_and_read_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton", reason="AMD kernels are compiled by Triton, which is not installed")
+    kernels = str(Path(__file__).parent / "amdgcn" / "kernels" / "elementwise.py")
+    assert main(["emulate", f"{kernels}:vector_add", "--arch", "gfx950", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert (entry["target"], entry["arch"], entry["ok"]) == ("vector_add", "gfx950", True)
+    assert entry["emulated_instructions"] > 0
+    assert main(["isa", f"{kernels}:vector_add", "--arch", "gfx1250"]) == 0
+    assert "kernel     vector_add for gfx1250, 4 waves per work-group" in capsys.readouterr().out
+    assert main(["emulate", f"{kernels}:no_such_target"]) == 1
+    assert "no_such_target" in capsys.readouterr().err
