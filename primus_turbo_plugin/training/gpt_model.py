@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from megatron.core.models.gpt import GPTModel
@@ -21,6 +22,10 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from primus_turbo_plugin.precision.config import TurboConfig
+from primus_turbo_plugin.precision.config_sources import ResolvedConfig
+from primus_turbo_plugin.specs.checkpoint import checkpoint_to_read
+from primus_turbo_plugin.specs.gpt import GptSpecs
+from primus_turbo_plugin.specs.report import print_report
 from primus_turbo_plugin.training.refusals import refusals
 
 
@@ -29,7 +34,7 @@ class TurboGPTModelConfig(GPTModelConfig):
     """Megatron's GPT configuration plus ours. Its builder also takes multi-token-prediction layers from our spec."""
 
     builder: ClassVar[str] = "primus_turbo_plugin.training.gpt_model.TurboGPTModelBuilder"
-    turbo: TurboConfig | None = None
+    turbo: ResolvedConfig = field(default_factory=lambda: ResolvedConfig(config=TurboConfig()))
 
 
 class TurboGPTModelBuilder(GPTModelBuilder):
@@ -53,8 +58,6 @@ class TurboGPTModelBuilder(GPTModelBuilder):
             post_process: Whether it has the output layer.
             vp_stage: Virtual pipeline stage.
         """
-        from primus_turbo_plugin.specs.gpt import gpt_layer_spec, gpt_mtp_spec
-
         config = self._model_config
         transformer = config.transformer
         vp = {"vp_stage": vp_stage, "vp_size": transformer.virtual_pipeline_model_parallel_size}
@@ -63,12 +66,11 @@ class TurboGPTModelBuilder(GPTModelBuilder):
         if post_process is None:
             post_process = is_vp_last_stage(**vp) and is_pp_last_stage(pg_collection.pp)
         with refusals("model"):
-            spec = gpt_layer_spec(transformer, config.turbo, vp_stage=vp_stage)
-            mtp = gpt_mtp_spec(transformer, config.turbo, vp_stage=vp_stage)
+            specs = self._specs
             return GPTModel(
                 config=transformer,
-                transformer_layer_spec=spec,
-                mtp_block_spec=mtp,
+                transformer_layer_spec=specs.block(vp_stage, None),
+                mtp_block_spec=specs.mtp(vp_stage, None),
                 vocab_size=_padded_vocab_size(config),
                 max_sequence_length=config.seq_length,
                 pre_process=pre_process,
@@ -77,6 +79,14 @@ class TurboGPTModelBuilder(GPTModelBuilder):
                 vp_stage=vp_stage,
                 **{name: getattr(config, name) for name in _PASSED_ON},
             )
+
+    @functools.cached_property
+    def _specs(self) -> GptSpecs:
+        config, args = self._model_config, get_args()
+        load = args.load if args.load is not None else args.pretrained_checkpoint
+        specs = GptSpecs(config.transformer, config.turbo.config, checkpoint_to_read(load, args.ckpt_step))
+        print_report(config.transformer, specs.turbo, specs.linear_plans(), config.turbo)
+        return specs
 
 
 _PASSED_ON = (
@@ -103,7 +113,7 @@ def _padded_vocab_size(config: Any) -> int:
     return padded
 
 
-def model_config(args: argparse.Namespace, turbo: TurboConfig) -> Any:
+def model_config(args: argparse.Namespace, turbo: ResolvedConfig) -> Any:
     """The configuration `megatron.training.pretrain` builds the model from.
 
     `--spec` and `--turbo-spec megatron` leave everything to Megatron's own builder.

@@ -18,7 +18,6 @@ _OTHER_JOBS = {
     "perform_rl_step": "--perform-rl-step",
     "hybrid_context_parallel": "--hybrid-context-parallel",
     "logits_load_dir": "--logits-load-dir",
-    "modelopt_enabled": "--modelopt-enabled",
     "hybrid_layer_pattern": "--hybrid-layer-pattern",
 }
 
@@ -47,9 +46,10 @@ def check(args: argparse.Namespace) -> ResolvedConfig:
 def _check_job(args: argparse.Namespace) -> None:
     for name, flag in _OTHER_JOBS.items():
         if getattr(args, name, None):
+            spec = "hybrid_spec" if name == "hybrid_layer_pattern" else "gpt_spec"
             raise UnsupportedError(
                 f"{flag}: this script pretrains GPT models only. Use Megatron-LM's script for that job, with "
-                "--spec primus_turbo_plugin.megatron_lm gpt_spec."
+                f"--spec primus_turbo_plugin.megatron_lm {spec}."
             )
     if args.dataloader_type == "external":
         raise UnsupportedError(

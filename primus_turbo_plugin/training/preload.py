@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import warnings
 
+# Without a GPU, torch mentions on import that it found a CUDA toolkit but no GPU.
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for name in (

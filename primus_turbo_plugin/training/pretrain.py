@@ -13,7 +13,8 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +29,57 @@ def cli(argv: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    show_traceback = "--turbo-traceback" in argv
+    with one_line_errors(show_traceback="--turbo-traceback" in argv) as outcome:
+        _dispatch(argv)
+    return outcome.exit_code
+
+
+@dataclass
+class Outcome:
+    """How the block under `one_line_errors` ended."""
+
+    exit_code: int = 0
+
+
+@contextlib.contextmanager
+def one_line_errors(*, show_traceback: bool) -> Iterator[Outcome]:
+    """Print an expected error as one line on stderr instead of raising it; anything else keeps its traceback."""
+    outcome = Outcome()
     try:
-        require_training_loop()
-        run = arguments.run_arguments(argv)
-        rest = arguments.without_launcher(argv)
-        if "RANK" in os.environ:
-            if run.nproc is not None:
-                raise ConfigError("--nproc: processes are started already (RANK is set, as by torchrun); leave it out")
-            train(rest)
-        elif run.nproc in (None, 1) or {"-h", "--help"} & set(argv):
-            _train_alone(rest)
-        else:
-            if run.nproc < 1:
-                raise ConfigError(f"--nproc: at least 1, got {run.nproc}")
-            if run.device != "cpu":
-                raise ConfigError(
-                    f"--nproc is for --device cpu; for {run.device} use torchrun --nproc-per-node {run.nproc}"
-                )
-            with launch.start_ranks("primus_turbo_plugin.training.pretrain:train", rest, run.nproc) as ranks:
-                ranks.wait()
+        yield outcome
     except launch.RanksFailed as error:
-        if show_traceback or not error.failure.expected:
-            print(error.failure.trace, file=sys.stderr)
-        print(f"error: {error.failure.message if error.failure.expected else error}", file=sys.stderr)
-        return 1
+        failure = error.failure
+        if show_traceback or not failure.expected:
+            print(failure.trace, file=sys.stderr)
+        print(f"error: {failure.message if failure.expected else error}", file=sys.stderr)
+        outcome.exit_code = 1
     except TurboError as error:
         if show_traceback:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        outcome.exit_code = 1
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        outcome.exit_code = 130
+
+
+def _dispatch(argv: Sequence[str]) -> None:
+    require_training_loop()
+    run = arguments.run_arguments(argv)
+    rest = arguments.without_launcher(argv)
+    if "RANK" in os.environ:
+        if run.nproc is not None:
+            raise ConfigError("--nproc: processes are started already (RANK is set, as by torchrun); leave it out")
+        train(rest)
+    elif run.nproc in (None, 1) or {"-h", "--help"} & set(argv):
+        _train_alone(rest)
+    elif run.nproc < 1:
+        raise ConfigError(f"--nproc: at least 1, got {run.nproc}")
+    elif run.device != "cpu":
+        raise ConfigError(f"--nproc is for --device cpu; for {run.device} use torchrun --nproc-per-node {run.nproc}")
+    else:
+        with launch.start_ranks("primus_turbo_plugin.training.pretrain:train", rest, run.nproc) as ranks:
+            ranks.wait()
 
 
 def require_training_loop() -> None:
@@ -114,19 +135,21 @@ def _train(argv: Sequence[str], device: str) -> None:
 
     from primus_turbo_plugin.training import gpt_data, gpt_model, gpt_step, preflight
     from primus_turbo_plugin.training.refusals import refusals
+    from primus_turbo_plugin.training.resume_rng import keep_rng
 
     asked = arguments.parse(argv, device)
-    turbo = preflight.check(asked).config
+    turbo = preflight.check(asked)
     args = arguments.parse_and_set_up(argv, device)
     with refusals("model configuration"):
         model = gpt_model.model_config(args, turbo)
         config = pretrain_cfg_container_from_args(args, model)
     _record_metrics(args)
+    datasets, forward_step = keep_rng(gpt_data.train_valid_test_datasets, gpt_step.forward_step)
     pretrain(
         config,
-        gpt_data.train_valid_test_datasets,
+        datasets,
         ModelType.encoder_or_decoder,
-        gpt_step.forward_step,
+        forward_step,
         get_embedding_ranks=gpt_model.embedding_ranks,
         store=_store(args),
     )

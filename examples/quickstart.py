@@ -1,0 +1,352 @@
+"""Trains a small Llama-style GPT in BF16 and in MXFP4 on this machine's CPU, and shows what comes out.
+
+    bash examples/quickstart.sh                  makes the environment, then runs this file with the same arguments
+    bash examples/quickstart.sh --steps 400      longer; --help lists every size
+
+What happens, in order: a BPE tokenizer is trained on the Python standard library and the text written as Megatron's
+indexed dataset; each recipe trains the same model on the same batches through `megatron.training.pretrain` in
+tensor x pipeline parallel processes; the last one is resumed from its checkpoint in fresh processes and must give the
+same bits; a table and a picture compare the recipes. Everything lands in one folder, or nothing does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = "results.json"  # marks a folder as ours to replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one training run gave.
+
+    Attributes:
+        recipe: Precision preset.
+        losses: Training loss by step.
+        validation: Validation loss by step.
+        tokens_per_s: Over the median step.
+        seconds: From start to end, checkpoints and validation included.
+        checkpoints: Folder of `iter_*` folders.
+    """
+
+    recipe: str
+    losses: dict[int, float]
+    validation: dict[int, float]
+    tokens_per_s: float
+    seconds: float
+    checkpoints: Path
+
+    @property
+    def train_loss(self) -> float:
+        """Mean over the last steps: one batch is small, its loss jumps about."""
+        return statistics.fmean(list(self.losses.values())[-10:])
+
+    @property
+    def validation_loss(self) -> float:
+        """The last one."""
+        return list(self.validation.values())[-1]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT on the CPU in several precisions and compare.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    size = parser.add_argument_group("model")
+    size.add_argument("--layers", type=int, default=4)
+    size.add_argument("--hidden", type=int, default=256)
+    size.add_argument("--ffn", type=int, default=768, help="width of the SwiGLU layer")
+    size.add_argument("--heads", type=int, default=8)
+    size.add_argument("--kv-heads", type=int, default=4)
+    size.add_argument("--vocab", type=int, default=1024)
+    size.add_argument("--seq", type=int, default=128, help="tokens a sequence")
+    run = parser.add_argument_group("run")
+    run.add_argument("--recipes", default="bf16,mxfp4", help="precision presets, separated by commas")
+    run.add_argument("--steps", type=int, default=160)
+    run.add_argument("--save-at", type=int, help="step of the checkpoint to resume from (default: three quarters)")
+    run.add_argument("--batch", type=int, default=8, help="sequences a step")
+    run.add_argument("--micro-batch", type=int, default=4)
+    run.add_argument("--lr", type=float, default=3e-3)
+    run.add_argument("--seed", type=int, default=1234)
+    run.add_argument("--eval-iters", type=int, default=8, help="batches a validation")
+    run.add_argument("--characters", type=int, help="of text to take (default: all)")
+    where = parser.add_argument_group("where")
+    where.add_argument("--tp", type=int, default=2, help="tensor (and sequence) parallel size")
+    where.add_argument("--pp", type=int, default=2, help="pipeline parallel size")
+    where.add_argument("--dp", type=int, default=1, help="data parallel size")
+    where.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder for everything it writes")
+    where.add_argument("--turbo-traceback", action="store_true", help="show the traceback of a refused setting")
+    return parser.parse_args(argv)
+
+
+def check(options: argparse.Namespace) -> list[str]:
+    """The recipes; refuses what would only be found wrong after minutes.
+
+    Raises:
+        ConfigError: Names the flag.
+    """
+    from primus_turbo_plugin.errors import ConfigError
+    from primus_turbo_plugin.precision.recipe import Recipe
+
+    recipes = [name.strip() for name in options.recipes.split(",") if name.strip()]
+    if not recipes or len(set(recipes)) < len(recipes):
+        raise ConfigError(f"--recipes: one or more different presets, separated by commas, got {options.recipes!r}.")
+    for name in recipes:
+        Recipe.preset(name)
+    if options.save_at is None:
+        options.save_at = max(1, options.steps * 3 // 4)
+    if not 0 < options.save_at < options.steps:
+        raise ConfigError(
+            f"--save-at: between 1 and {options.steps - 1} (--steps is {options.steps}), got {options.save_at}."
+        )
+    if options.out.exists() and not (options.out / RESULTS).exists():
+        raise ConfigError(f"--out {options.out}: exists, and is not a quickstart's folder. Name another, or remove it.")
+    return recipes
+
+
+def megatron_arguments(options: argparse.Namespace, corpus: Any, recipe: str, folder: Path) -> list[str]:
+    """The command line of one run: Megatron's own arguments, and two of ours."""
+    model = {
+        "num-layers": options.layers,
+        "hidden-size": options.hidden,
+        "ffn-hidden-size": options.ffn,
+        "num-attention-heads": options.heads,
+        "num-query-groups": options.kv_heads,
+        "seq-length": options.seq,
+        "max-position-embeddings": options.seq,
+        "normalization": "RMSNorm",
+        "position-embedding-type": "rope",
+        "hidden-dropout": 0.0,
+        "attention-dropout": 0.0,
+        "init-method-std": 0.04,
+        "embedding-init-method-std": 1.0,
+    }
+    training = {
+        "train-iters": options.steps,
+        "global-batch-size": options.batch,
+        "micro-batch-size": options.micro_batch,
+        "lr": options.lr,
+        "min-lr": options.lr / 10,
+        "lr-decay-style": "cosine",
+        "lr-warmup-iters": max(1, options.steps // 30),
+        "weight-decay": 0.1,
+        "adam-beta2": 0.95,
+        "clip-grad": 1.0,
+        "seed": options.seed,
+        "tensor-model-parallel-size": options.tp,
+        "pipeline-model-parallel-size": options.pp,
+        "eval-interval": max(1, options.steps // 4),
+        "eval-iters": options.eval_iters,
+        "log-interval": 1,
+        "save-interval": options.save_at,
+        "save": folder / "checkpoints",
+    }
+    data = {
+        "data-path": corpus.prefix,
+        "data-cache-path": Path(corpus.prefix).parent / "cache",
+        "split": "95,5,0",
+        "tokenizer-type": "NullTokenizer",
+        "vocab-size": corpus.vocab_size,
+        "null-tokenizer-eod-id": 0,
+        "make-vocab-size-divisible-by": 1,
+    }
+    switches = ["swiglu", "disable-bias-linear", "untie-embeddings-and-output-weights", "group-query-attention", "bf16"]
+    switches += ["use-distributed-optimizer", "no-create-attention-mask-in-dataloader"]
+    switches += ["sequence-parallel"] if options.tp > 1 else []
+    ours = {"device": "cpu", "turbo-precision": recipe, "turbo-metrics": folder / "metrics.jsonl"}
+    valued = {**model, **training, **data, **ours}
+    return [part for name, value in valued.items() for part in (f"--{name}", str(value))] + [f"--{s}" for s in switches]
+
+
+def train(
+    options: argparse.Namespace, corpus: Any, recipe: str, folder: Path, title: str, resume: Path | None = None
+) -> Run:
+    """Train in fresh processes and follow them; `resume` is the folder of checkpoints to go on from.
+
+    Raises:
+        RanksFailed: With the first failing rank's error.
+    """
+    from primus_turbo_plugin.training import launch, progress
+    from primus_turbo_plugin.training.metrics import MetricsReader
+
+    (folder / "logs").mkdir(parents=True)
+    argv = megatron_arguments(options, corpus, recipe, folder)
+    first = 0
+    if resume is not None:
+        first = options.save_at
+        argv += ["--load", str(resume), "--ckpt-step", str(first), "--exit-on-missing-checkpoint"]
+    reader, everything = MetricsReader(folder / "metrics.jsonl"), []
+    speed = progress.Speed(options.batch * options.seq)
+    start = time.monotonic()
+    world_size = options.tp * options.pp * options.dp
+    target = "primus_turbo_plugin.training.pretrain:train"
+    with (
+        progress.display(title, first, options.steps) as display,
+        launch.start_ranks(target, argv, world_size, logs=folder / "logs") as ranks,
+    ):
+        ended = False
+        while not ended:
+            ended = ranks.poll(timeout_s=0.2)
+            news = list(reader.new())
+            everything += news
+            progress.follow(iter(news), display, speed)
+    losses = {m.step: m for m in everything if m.tag == "lm loss"}
+    times = [m.time_s for m in losses.values()]
+    step_s = statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else float("nan")
+    return Run(
+        recipe=recipe,
+        losses={step: m.value for step, m in losses.items()},
+        validation={m.step: m.value for m in everything if m.tag == "lm loss validation"},
+        tokens_per_s=options.batch * options.seq / step_s,
+        seconds=time.monotonic() - start,
+        checkpoints=folder / "checkpoints",
+    )
+
+
+def check_resumed(options: argparse.Namespace, whole: Run, resumed: Run) -> str:
+    """What the comparison of the uninterrupted and the resumed run says.
+
+    Raises:
+        TurboError: They differ in a bit.
+    """
+    from primus_turbo_plugin.errors import TurboError
+    from primus_turbo_plugin.training.checkpoint_compare import compare_checkpoints
+
+    final = f"iter_{options.steps:07d}"
+    states = compare_checkpoints(whole.checkpoints / final, resumed.checkpoints / final)
+    wrong = [step for step, loss in resumed.losses.items() if whole.losses[step] != loss]
+    steps = options.steps - options.save_at
+    if wrong or not states.identical or len(resumed.losses) != steps:
+        raise TurboError(
+            f"the resumed run is not the uninterrupted one: {len(wrong)} of {len(resumed.losses)} losses and "
+            f"{len(states.different)} tensors differ ({', '.join(states.different[:3])}). This is a fault; please report it."
+        )
+    return (
+        f"resumed {whole.recipe} from step {options.save_at} in fresh processes: {steps} losses, {states.num_weights} weights, "
+        f"{states.num_optimizer} optimizer tensors and {states.num_rng} RNG states are bit-identical to the uninterrupted run"
+    )
+
+
+def draw(runs: list[Run], picture: Path) -> None:
+    """Training loss of every recipe, validation loss as dots."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), dpi=120)
+    for run, color in zip(runs, plt.rcParams["axes.prop_cycle"].by_key()["color"]):
+        axes.plot(list(run.losses), list(run.losses.values()), color=color, linewidth=1.2, alpha=0.8, label=run.recipe)
+        axes.plot(
+            list(run.validation), list(run.validation.values()), "o", color=color, label=f"{run.recipe} validation"
+        )
+    axes.set(
+        xlabel="step", ylabel="loss (nats a token)", title="The same model and batches, one curve a precision recipe"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, bbox_inches="tight")
+    plt.close(figure)
+
+
+def report(options: argparse.Namespace, corpus: Any, runs: list[Run], resumed: str, seconds: float) -> None:
+    """The closing table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"{options.steps} steps of {options.batch} x {options.seq} tokens, {corpus.tokens:,} tokens of text"
+    )
+    for heading in ("recipe", "first loss", "train loss", "validation loss", "tokens/s", "time"):
+        table.add_column(heading, justify="left" if heading == "recipe" else "right")
+    for run in runs:
+        first = next(iter(run.losses.values()))
+        cells = [run.recipe, f"{first:.3f}", f"{run.train_loss:.3f}", f"{run.validation_loss:.3f}"]
+        table.add_row(*cells, f"{run.tokens_per_s:,.0f}", f"{run.seconds:.0f} s")
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print("train loss: mean of the last 10 steps. A CPU emulates the low-precision recipes, hence slower.")
+    console.print(resumed)
+    files = {"picture": "loss.png", "numbers": RESULTS, "dataset": "data", "checkpoints": "<recipe>/checkpoints"}
+    for what, path in files.items():
+        console.print(f"{what:>12}: {options.out / path}", markup=False, highlight=False)
+    console.print(f"done in {seconds:.0f} s")
+
+
+def save_results(options: argparse.Namespace, runs: list[Run], resumed: str, path: Path) -> None:
+    recipes = {
+        run.recipe: {
+            "train_loss": run.train_loss,
+            "validation_loss": run.validation_loss,
+            "tokens_per_s": run.tokens_per_s,
+            "seconds": run.seconds,
+            "losses": run.losses,
+            "validation": run.validation,
+        }
+        for run in runs
+    }
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    path.write_text(json.dumps({"settings": settings, "recipes": recipes, "resumed": resumed}, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def all_or_nothing(out: Path) -> Iterator[Path]:
+    """A scratch folder beside `out` that takes its place if the block succeeds; if not, only its logs are kept."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        yield scratch
+        old = out.with_name(f".{out.name}.old")
+        if out.exists():
+            out.rename(old)
+        scratch.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def run(options: argparse.Namespace) -> None:
+    from primus_turbo_plugin.training import pretrain, stdlib_corpus
+
+    start = time.monotonic()
+    pretrain.require_training_loop()
+    recipes = check(options)
+    with all_or_nothing(options.out) as folder:
+        print("writing the dataset: Python's standard library, its sources and language reference", flush=True)
+        (folder / "data").mkdir()
+        corpus = stdlib_corpus.build(folder / "data", vocab_size=options.vocab, max_characters=options.characters)
+        print(f"  {corpus.documents} documents, {corpus.tokens:,} tokens of {corpus.vocab_size} kinds", flush=True)
+        runs = [train(options, corpus, recipe, folder / recipe, recipe) for recipe in recipes]
+        last = runs[-1]
+        title = f"{last.recipe}, resumed at {options.save_at}"
+        resumed = train(options, corpus, last.recipe, folder / "resumed", title, resume=last.checkpoints)
+        verdict = check_resumed(options, last, resumed)
+        draw(runs, folder / "loss.png")
+        save_results(options, runs, verdict, folder / RESULTS)
+    report(options, corpus, runs, verdict, time.monotonic() - start)
+
+
+def main(argv: list[str]) -> int:
+    from primus_turbo_plugin.training.pretrain import one_line_errors
+
+    options = parse(argv)
+    with one_line_errors(show_traceback=options.turbo_traceback) as outcome:
+        run(options)
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
