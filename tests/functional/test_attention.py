@@ -269,13 +269,19 @@ def test_the_same_call_gives_the_same_bits(rng: torch.Generator) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs))
 
 
-def test_activations_saved_for_backward_hold_no_score_matrix(rng: torch.Generator) -> None:
-    q, k, v = (_tensor(rng, 64, 1, 2, 4) for _ in range(3))
-    saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+def test_activations_saved_for_backward_are_views_and_no_score_matrix(rng: torch.Generator) -> None:
+    mixed = _tensor(rng, 64, 1, 2, 12)
+    q, k, v = mixed.split(4, -1)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         attention(q, k, v, mask=AttentionMask(causal=True))
-    assert saved
-    assert max(saved) <= q.numel()
+    assert max(x.numel() for x in saved) <= q.numel()
+    assert {q.data_ptr(), k.data_ptr(), v.data_ptr()} <= {x.data_ptr() for x in saved}
+
+
+def test_scores_are_scaled_by_the_dim_of_queries_and_keys_by_default(rng: torch.Generator) -> None:
+    q, k, v = _tensor(rng, 5, 1, 2, 12), _tensor(rng, 5, 1, 2, 12), _tensor(rng, 5, 1, 2, 3)
+    assert torch.equal(attention(q, k, v), attention(q, k, v, scale=12**-0.5))
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
