@@ -31,6 +31,8 @@ _DELAYED_ONLY = {
     "fp8_amax_compute_algo": "most_recent",
     "tp_only_amax_red": False,
 }
+#: Recomputed by discarding an output; Megatron's class for it takes its default, fp8=False, for a request for fp8.
+_DISCARDING = frozenset(["layernorm", "mla_up_proj", "moe_act", "gdn_norm_out"])
 _OURS = "Choose the precision with PRIMUS_TURBO_CONFIG or --turbo-precision"
 
 
@@ -115,10 +117,25 @@ def _refused_by_circumstance(config: Any, turbo: TurboConfig) -> Iterator[Reason
         and config.q_lora_rank is None
     ):
         yield "q_lora_rank", "None with qk_layernorm: this Megatron cannot build a norm for it. Set --q-lora-rank."
+    if turbo.attention == "megatron":
+        remedy = (
+            "Megatron's own core attention cannot do it. Set 'attention: turbo' or 'attention: transformer_engine'."
+        )
+        if config.multi_latent_attention:
+            yield "multi_latent_attention", remedy
+        if config.context_parallel_size > 1:
+            yield "context_parallel_size", remedy
     if config.multi_latent_attention and _mla_believes_in_transformer_engine():
         yield (
             "multi_latent_attention",
             "MLA of megatron-core 0.16 fails without Transformer Engine. Update megatron-core.",
+        )
+    discarding = _DISCARDING & set(config.recompute_modules or ())
+    if config.recompute_granularity == "selective" and discarding and not compat.transformer_engine_is_installed():
+        yield (
+            "recompute_modules",
+            f"Megatron recomputes {', '.join(sorted(discarding))} with functions of Transformer Engine, which is not installed. "
+            "Leave them out, or set --recompute-granularity full.",
         )
     if turbo.norm == "megatron" and config.sequence_parallel and _norm_is_torchs(config):
         yield (

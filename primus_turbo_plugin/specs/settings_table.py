@@ -176,19 +176,21 @@ CONDITIONAL: Mapping[str, str] = {
     "cp_comm_type": "all_gather; p2p is served by it, with a warning; a2a and a2a+p2p refused by core attention. A list is "
     "refused on 0.16, which hands each layer its neighbour's entry",
     "recompute_modules": "honoured. With `layernorm`, as with `fused_residual_rmsnorm`, norms are not fused into the linears "
-    "behind them, since Megatron can do this only with norms that stand alone",
+    "behind them, since Megatron can do this only with norms that stand alone. layernorm, mla_up_proj and moe_act are refused "
+    "without Transformer Engine, whose functions Megatron calls for them",
     "recompute_granularity": "honoured; see `fp8`",
     "q_lora_rank": "honoured; None together with `qk_layernorm` is refused on 0.19, which cannot build that norm",
     "mtp_num_layers": "honoured through `gpt_mtp_spec`; refused with the --spec flag, which Megatron-LM ignores for MTP",
+    "context_parallel_size": "honoured by core attention; refused with 'attention: megatron', which cannot do it",
     "sequence_parallel": "honoured; with 'norm: megatron' refused where Apex is missing (torch's norm)",
-    "multi_latent_attention": "honoured; refused on 0.16 without Transformer Engine, which takes its absence for its presence",
+    "multi_latent_attention": "honoured; refused with 'attention: megatron', which cannot do it, and on 0.16 without Transformer "
+    "Engine, where Megatron takes its absence for its presence",
 }
 
 HONOURED: Mapping[str, str] = {
     "tensor_model_parallel_size": "weights sharded as Megatron shards them",
     "pipeline_model_parallel_size": "each stage gets its own layers, with global numbers",
     "virtual_pipeline_model_parallel_size": "each model chunk gets its own layers",
-    "context_parallel_size": "by core attention",
     "expert_model_parallel_size": "experts are Megatron's, of this package's linears",
     "expert_tensor_parallel_size": "experts' linears shard over the expert group",
     "num_layers_in_first_pipeline_stage": "uneven stages",

@@ -297,7 +297,8 @@ def run_steps(job: Job, config: Any, models: list[Any], optimizer: Any) -> tuple
 
         def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss = losses.float().mean()
-            return loss, {"loss": loss.detach().clone()}
+            # Megatron multiplies by the context-parallel size, for losses that are summed over the group.
+            return loss / job.context, {"loss": loss.detach().clone()}
 
         return output, loss_of
 
