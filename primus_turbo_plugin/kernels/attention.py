@@ -74,7 +74,9 @@ class AttentionMask:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Dropout:
-    """Dropout of attention probabilities, given as what is kept.
+    """Dropout of attention probabilities, given as what is kept: a byte a score.
+
+    TODO(#6): a counter-based key instead, for kernels that draw as they go.
 
     Attributes:
         probability: Of dropping; kept probabilities are scaled by 1 / (1 - probability).

@@ -173,13 +173,15 @@ class _Block:
 
 
 def _blocks(q: Tensor, k: Tensor, mask: AttentionMask) -> Iterator[_Block]:
-    """Cuts a problem into blocks of at most `_BLOCK_SCORES` scores. Pure arithmetic on integers."""
+    """Cuts a problem into blocks of about `_BLOCK_SCORES` scores. Pure arithmetic on integers."""
     left, right = mask.limits
-    scores = _BLOCK_SCORES * (1 if q.device.type == "cpu" else _GPU_BLOCKS)
+    scores_per_head = _BLOCK_SCORES * (1 if q.device.type == "cpu" else _GPU_BLOCKS) // max(1, q.shape[0] * q.shape[2])
     for span in spans(mask, q.shape[1], k.shape[1]):
-        rows = max(_MIN_ROWS, scores // max(1, q.shape[0] * q.shape[2] * span.k_len))
+        most_rows, most_keys = span.q_len, span.k_len
         if left is not None and right is not None:
-            rows = min(rows, max(_MIN_WINDOW_ROWS, left + right + 1))
+            most_rows = max(_MIN_WINDOW_ROWS, left + right + 1)
+            most_keys = min(span.k_len, left + right + most_rows)
+        rows = min(most_rows, max(_MIN_ROWS, scores_per_head // max(1, most_keys)))
         for first in range(0, span.q_len, rows):
             last = min(first + rows, span.q_len)
             low, high = span.visible(first, last, mask)
