@@ -33,11 +33,26 @@ _LAZY = {
     "coverage": "emulator.isa.registry",
 }
 
-__all__ = sorted(_LAZY)
+__all__ = [
+    "CompiledKernel",
+    "IsaGate",
+    "IsaReport",
+    "KernelTarget",
+    "LaunchReport",
+    "check_gate",
+    "compile",
+    "coverage",
+    "emulate_target",
+    "from_bf16",
+    "isa_report",
+    "launch",
+    "render",
+    "to_bf16",
+]
 
 if TYPE_CHECKING:
-    from primus_turbo_plugin.amdgcn.compiler import compile
     from primus_turbo_plugin.amdgcn.compiled import CompiledKernel
+    from primus_turbo_plugin.amdgcn.compiler import compile
     from primus_turbo_plugin.amdgcn.emulator.isa.registry import coverage
     from primus_turbo_plugin.amdgcn.emulator.launch import LaunchReport, launch
     from primus_turbo_plugin.amdgcn.report.gate import IsaGate, check_gate

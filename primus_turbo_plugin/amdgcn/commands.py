@@ -1,7 +1,7 @@
 """The `isa` and `emulate` commands, as plain functions the command line registers.
 
-    add_isa_arguments(parser), run_isa(args)             primus-turbo isa KERNEL --arch gfx950 [--json]
-    add_emulate_arguments(parser), run_emulate(args)     primus-turbo emulate KERNEL --arch gfx950
+add_isa_arguments(parser), run_isa(args)             primus-turbo isa KERNEL --arch gfx950 [--json]
+add_emulate_arguments(parser), run_emulate(args)     primus-turbo emulate KERNEL --arch gfx950
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ _KERNEL = "FILE.py or MODULE (all its isa_targets()), FILE.py:NAME (one target, 
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kernel", metavar="KERNEL", help=_KERNEL)
     parser.add_argument(
-        "--arch", action="append", default=[], choices=list(ARCHITECTURES), help="target; may be repeated; default: all it is for"
+        "--arch",
+        action="append",
+        default=[],
+        choices=list(ARCHITECTURES),
+        help="target; may be repeated; default: all it is for",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 

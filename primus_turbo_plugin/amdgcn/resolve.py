@@ -1,10 +1,10 @@
 """Finding the kernels a command line names.
 
-    path/to/file.py           every target of the file's `isa_targets()`
-    package.module            the same for an importable module
-    ...:name                  one of those targets, or else a `@triton.jit` / `@gluon.jit` function of that name, whose
-                              arguments then come from the command line
-    kernel.amdgcn, kernel.s   assembly text
+path/to/file.py           every target of the file's `isa_targets()`
+package.module            the same for an importable module
+...:name                  one of those targets, or else a `@triton.jit` / `@gluon.jit` function of that name, whose
+                          arguments then come from the command line
+kernel.amdgcn, kernel.s   assembly text
 """
 
 from __future__ import annotations
@@ -51,14 +51,17 @@ def load_module(name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            raise ConfigError(f"amdgcn: no module {name!r} ({error}). Give a module name, a .py file or an assembly file.") from error
+            raise ConfigError(
+                f"amdgcn: no module {name!r} ({error}). Give a module name, a .py file or an assembly file."
+            ) from error
     if not path.is_file():
         raise ConfigError(f"amdgcn: there is no file {name!r}.")
     unique = f"_amdgcn_targets_{path.stem}_{abs(hash(path.resolve()))}"
     if unique in sys.modules:
         return sys.modules[unique]
     spec = importlib.util.spec_from_file_location(unique, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None, "a .py suffix always has a loader"
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[unique] = module
     spec.loader.exec_module(module)
@@ -114,7 +117,9 @@ def find_kernels(
         kernel = getattr(module, name, None)
         if kernel is None or not hasattr(kernel, "fn"):
             known = ", ".join(targets) or "none"
-            raise ConfigError(f"amdgcn: {module_name!r} has neither a target nor a kernel {name!r}; its targets are: {known}.")
+            raise ConfigError(
+                f"amdgcn: {module_name!r} has neither a target nor a kernel {name!r}; its targets are: {known}."
+            )
         if not archs:
             raise ConfigError("amdgcn: a bare kernel needs --arch.")
         return [NamedKernel(name, compile_kernel(kernel, arch, args, constants, **options), None) for arch in archs]

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from primus_turbo_plugin.amdgcn.compiler import compile as compile_kernel
 from primus_turbo_plugin.amdgcn.compiled import CompiledKernel
+from primus_turbo_plugin.amdgcn.compiler import compile as compile_kernel
 from primus_turbo_plugin.amdgcn.emulator.isa.formats import E4M3, E5M2
 from primus_turbo_plugin.amdgcn.emulator.isa.values import bf16_to_f32, f32_to_bf16
 from primus_turbo_plugin.amdgcn.emulator.launch import LaunchReport, launch

@@ -7,7 +7,18 @@ from typing import Any
 
 from primus_turbo_plugin.amdgcn.report.isa import IsaReport
 
-_SHOWN = ("v_mfma", "v_wmma", "ds_", "buffer_", "global_", "flat_", "scratch_", "tensor_", "s_barrier", "s_wait_tensorcnt")
+_SHOWN = (
+    "v_mfma",
+    "v_wmma",
+    "ds_",
+    "buffer_",
+    "global_",
+    "flat_",
+    "scratch_",
+    "tensor_",
+    "s_barrier",
+    "s_wait_tensorcnt",
+)
 
 
 def _mix(report: IsaReport) -> str:
@@ -48,7 +59,9 @@ def rows(report: IsaReport) -> list[tuple[str, str]]:
         ),
     ]
     if report.mca is not None:
-        result.append(("LLVM MCA", f"{report.mca['cycles']:g} cycles an iteration, matrix unit busy {report.mca['share']:.1%}"))
+        result.append(
+            ("LLVM MCA", f"{report.mca['cycles']:g} cycles an iteration, matrix unit busy {report.mca['share']:.1%}")
+        )
     return result
 
 

@@ -19,6 +19,7 @@ from primus_turbo_plugin.amdgcn.emulator.isa import (  # noqa: F401  (each impor
     to_lds,
     vector_bits,
     vector_compare,
+    vector_division,
     vector_float,
     vector_integer,
     vector_packed,

@@ -16,7 +16,7 @@ import numpy as np
 from primus_turbo_plugin.amdgcn.assembly.instructions import Instruction
 from primus_turbo_plugin.amdgcn.emulator.isa.formats import E2M1, SmallFloat, e8m0, eight_bit
 from primus_turbo_plugin.amdgcn.emulator.isa.registry import ALL, GFX950, GFX1250, Execute, register
-from primus_turbo_plugin.amdgcn.emulator.isa.values import Array, f32_to_bf16, typed, vector_reader, words_of
+from primus_turbo_plugin.amdgcn.emulator.isa.values import Array, f32_to_bf16, op_sel, typed, vector_reader, words_of
 from primus_turbo_plugin.amdgcn.emulator.waves import U32
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _bind_pack(instruction: Instruction) -> Execute:
     if small == "fp4":
         shift, width = 8 * (select[2] + 2 * select[3]), 8
     else:
-        shift, width = 16 * select[-1], 16
+        shift, width = 16 * op_sel(instruction, len(instruction.operands) - 1), 16
     read_scale = vector_reader(instruction.operands[-1], "f32")
     target = instruction.operands[0].index
 

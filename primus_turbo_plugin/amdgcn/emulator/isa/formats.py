@@ -78,7 +78,8 @@ class SmallFloat:
         value = value.astype(np.float64)
         magnitude = np.abs(value)
         least = 1 - self.bias
-        exponent = np.maximum(np.frexp(np.where(np.isfinite(magnitude), magnitude, 0))[1] - 1, least)
+        exponent = np.frexp(np.where(np.isfinite(magnitude), magnitude, 0))[1] - 1
+        exponent = np.where(magnitude == 0, least, np.maximum(exponent, least))  # frexp calls the exponent of zero 0
         step = np.ldexp(1.0, exponent - self.mantissa_bits)
         with np.errstate(invalid="ignore"):
             steps = np.rint(magnitude / step)

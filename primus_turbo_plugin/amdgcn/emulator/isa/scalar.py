@@ -5,6 +5,7 @@ Source: CDNA "SOP1", "SOP2", "SOPC", "SOPK"; RDNA4 of the same names. Wave-wide,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,12 +66,21 @@ scalar("s_mul_hi_i32", "i32 = i32 i32", multiply_high, "D = (S0 * S1) >> 32, sig
 scalar("s_mul_u64", "u64 = u64 u64", lambda a, b: a * b, "D = S0 * S1", archs=GFX1250)
 scalar("s_abs_i32", "i32 scc = i32", lambda a: _and_flag(np.abs(a)), "D = |S0|; SCC = D != 0")
 scalar("s_absdiff_i32", "i32 scc = i32 i32", lambda a, b: _and_flag(np.abs(a - b)), "D = |S0 - S1|; SCC = D != 0")
+
+
+def _shift_add(a: Array, b: Array, amount: int) -> tuple[Array, Array]:
+    """(a << amount) + b, and whether it does not fit 32 bits."""
+    total = (a.astype(U64) << U64(amount)) + b.astype(U64)
+    return total.astype(U32), total >> U64(32) != 0
+
+
 for _n in (1, 2, 3, 4):
     scalar(
-        f"s_lshl{_n}_add_u32", "u32 scc = u32 u32",
-        lambda a, b, n=_n: add_carry(a << U32(n), b, (a.astype(U64) << U64(n)) >> U64(32) != 0),
+        f"s_lshl{_n}_add_u32",
+        "u32 scc = u32 u32",
+        partial(_shift_add, amount=_n),
         f"D = (S0 << {_n}) + S1; SCC = carry",
-    )  # fmt: skip
+    )
 scalar("s_min_i32", "i32 scc = i32 i32", lambda a, b: (np.minimum(a, b), a < b), "D = min; SCC = S0 is the minimum")
 scalar("s_min_u32", "u32 scc = u32 u32", lambda a, b: (np.minimum(a, b), a < b), "D = min; SCC = S0 is the minimum")
 scalar("s_max_i32", "i32 scc = i32 i32", lambda a, b: (np.maximum(a, b), a >= b), "D = max; SCC = S0 is the maximum")

@@ -15,7 +15,6 @@ from primus_turbo_plugin.amdgcn.emulator.isa.alu import scalar, vector
 from primus_turbo_plugin.amdgcn.emulator.isa.functions import fma16, fma32
 from primus_turbo_plugin.amdgcn.emulator.isa.registry import GFX950, GFX1250
 from primus_turbo_plugin.amdgcn.emulator.isa.values import Array
-from primus_turbo_plugin.amdgcn.emulator.waves import U32
 
 _op = partial(vector, family="vector float")
 F16, F32, F64 = np.float16, np.float32, np.float64
@@ -134,79 +133,3 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
     """Rounded once where long double has 64 mantissa bits; a double product may differ in the last place."""
     wide = np.longdouble
     return (a.astype(wide) * b.astype(wide) + c.astype(wide)).astype(F64)
-
-
-# -- division helpers: a / b = div_fixup(div_fmas(scaled Newton iteration), b, a) ----------------------------------------------
-def _exponent(a: Array) -> Array:
-    """Biased exponent of float32 or float64."""
-    if a.dtype == F32:
-        return ((np.ascontiguousarray(a).view(U32) >> U32(23)) & U32(0xFF)).astype(np.int32)
-    return ((np.ascontiguousarray(a).view(np.uint64) >> np.uint64(52)) & np.uint64(0x7FF)).astype(np.int32)
-
-
-def _denormal(a: Array, least: int) -> Array:
-    """Not zero, but smaller in magnitude than 2 ** least."""
-    return (np.abs(a) < np.ldexp(np.longdouble(1), least)) & (a != 0)
-
-
-def _div_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
-    """v_div_scale: scale numerator or denominator by a power of two where the quotient's steps would leave the range."""
-    value, denominator, numerator = np.broadcast_arrays(value, denominator, numerator)
-    single = value.dtype == F32
-    power, far, tiny, least = (64, 96, 23, -126) if single else (128, 768, 53, -1022)
-    wide = np.longdouble
-    scaled_up, scaled_down = (np.ldexp(value.astype(wide), e).astype(value.dtype) for e in (power, -power))
-    is_denominator, is_numerator = value == denominator, value == numerator
-    reciprocal_denormal = _denormal(1 / denominator.astype(wide), least)
-    quotient_denormal = _denormal(numerator.astype(wide) / denominator.astype(wide), least)
-    result, flag = value.copy(), np.zeros(value.shape, bool)
-    open_cases = np.ones(value.shape, bool)
-
-    def case(condition: Array, replacement: Array, sets_flag: bool) -> None:
-        nonlocal result, flag, open_cases
-        here = open_cases & condition
-        result = np.where(here, replacement, result)
-        flag = flag | (here & sets_flag)
-        open_cases = open_cases & ~condition
-
-    case((numerator == 0) | (denominator == 0), np.full(value.shape, np.nan, value.dtype), False)
-    case(_exponent(numerator) - _exponent(denominator) >= far, np.where(is_denominator, scaled_up, value), True)
-    case(_denormal(denominator, least), scaled_up, False)
-    case(reciprocal_denormal & quotient_denormal, np.where(is_denominator, scaled_up, value), True)
-    case(reciprocal_denormal, scaled_down, False)
-    case(quotient_denormal, np.where(is_numerator, scaled_up, value), True)
-    case(_exponent(numerator) <= tiny, scaled_up, False)
-    return result, flag
-
-
-def _div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """v_div_fixup: the exact special cases (NaN, infinities, zeros) and the sign around a computed quotient."""
-    quotient, denominator, numerator = np.broadcast_arrays(quotient, denominator, numerator)
-    dtype = quotient.dtype.type
-    sign = np.where(np.signbit(denominator) ^ np.signbit(numerator), dtype(-1), dtype(1))
-    result = np.abs(quotient) * sign
-    underflow = _exponent(numerator) - _exponent(denominator) < (-150 if dtype == F32 else -1075)
-    result = np.where(underflow | np.isinf(denominator) | (numerator == 0), sign * dtype(0), result)
-    result = np.where((denominator == 0) | np.isinf(numerator), sign * dtype(np.inf), result)
-    undefined = ((denominator == 0) & (numerator == 0)) | (np.isinf(denominator) & np.isinf(numerator))
-    return np.where(undefined | np.isnan(denominator) | np.isnan(numerator), dtype(np.nan), result)
-
-
-def _div_fmas(a: Array, b: Array, c: Array, scale: Array) -> Array:
-    wide = F64 if a.dtype == F32 else np.longdouble
-    value = a.astype(wide) * b.astype(wide) + c.astype(wide)
-    return np.where(scale, np.ldexp(value, 32 if a.dtype == F32 else 64), value).astype(a.dtype)
-
-
-for _kind in ("f32", "f64"):
-    _op(f"v_div_scale_{_kind}", f"{_kind} mask = {_kind} {_kind} {_kind}", _div_scale,
-        "D = S0 scaled for the division S2 / S1; mask = rescale later")  # fmt: skip
-    _op(f"v_div_fmas_{_kind}", f"{_kind} = {_kind} {_kind} {_kind} vcc", _div_fmas,
-        "D = fma(S0, S1, S2), rescaled where VCC")  # fmt: skip
-    _op(
-        f"v_div_fixup_{_kind}",
-        f"{_kind} = {_kind} {_kind} {_kind}",
-        _div_fixup,
-        "D = quotient S0 of S2 / S1 with special cases",
-    )
-_op("v_div_fixup_f16", "f16 = f16 f16 f16", lambda q, b, a: (a.astype(F64) / b).astype(F16), "D = S2 / S1")
