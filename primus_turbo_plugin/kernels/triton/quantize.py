@@ -204,7 +204,7 @@ def _launch_fast(x: torch.Tensor, row: _Copy | None, col: _Copy | None) -> None:
         *(_buffers(col, torch.int32)),
         col.signs if col else None,
         rows, cols // 8, row_scales, col_blocks,
-        x.stride(0) // 8,
+        x.stride(0) // 8, row_scales * 4,
         ROW=row.meta if row else None,
         COL=col.meta if col else None,
         TOKEN_BLOCKS=_TOKEN_BLOCKS,

@@ -2,10 +2,10 @@
 
 Math      row: scale of 32 columns, round.  column: H16 or H32 along tokens, scale of 32 tokens, round
 Layout    x [tokens, cols] bf16, read as words of two columns. A program is TOKEN_BLOCKS x 32 tokens by COL_GROUPS x 4 columns.
-          Rows: 16 bytes a thread, 4 threads share a scale. Columns: a thread holds 32 tokens x 4 columns, so that rotation, amax and
-          packing never leave it; its codes cross shared memory once, to be stored 16 bytes a thread
-Cost      2 + 1 + 1/16 bytes an element of device memory: the tile is read twice, the second time from the L1 cache. About 20
-          instructions an element on sm_90; docs/performance.md compares that with what the machine issues
+          Rows: 16 bytes a thread, 4 threads share a scale. Columns: a thread holds 32 tokens x 4 columns, so that rotation,
+          amax and packing never leave it; its codes cross shared memory once, to be stored 16 bytes a thread
+Cost      2 + 1 + 1/16 bytes an element of device memory: the tile is read twice, the second time from the L1 cache. About 23
+          instructions an element on sm_90 (columns 15, rows 8); docs/performance.md compares that with what the GPU issues
 Numerics  butterflies in fp32 in the reference's order; same bits as kernels/reference/quantize.py
 Limits    cols a multiple of 8, unit column stride, rows 16-byte aligned, round to nearest; other cases: quantize_tile.py
 """
@@ -42,11 +42,14 @@ def _inverse_bits(byte):
 
 
 @triton.jit
-def _load_row_words(x_ptr, token, col_tile, rows, cols8, row_words, COL_GROUPS: tl.constexpr):
+def _load_row_words(x_ptr, token, col_tile, rows, cols8, row_words, COL_GROUPS: tl.constexpr, EVEN: tl.constexpr):
     """Words of a tile by rows, 16 bytes a thread: (w0, w1, w2, w3), each int32 `[tokens, 8-column groups]`."""
     word = col_tile * (COL_GROUPS * 2) + tl.arange(0, COL_GROUPS * 2)
-    mask = (token < rows)[:, None] & (word < cols8 * 4)[None, :]
-    words = tl.load(x_ptr + token.to(tl.int64)[:, None] * row_words + word[None, :], mask=mask, other=0)
+    place = x_ptr + token.to(tl.int64)[:, None] * row_words + word[None, :]
+    if EVEN:
+        words = tl.load(place)
+    else:
+        words = tl.load(place, mask=(token < rows)[:, None] & (word < cols8 * 4)[None, :], other=0)
     even, odd = tl.split(tl.reshape(words, (token.shape[0], COL_GROUPS // 2, 2, 2)))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
@@ -74,30 +77,33 @@ def _spread(per_block, TIMES: tl.constexpr):
 
 @triton.jit
 def _row_copy(
-    x_ptr, data_ptr, scale_ptr, token_tile, col_tile, rows, cols8, row_words, row_scales,
-    META: tl.constexpr, TOKEN_BLOCKS: tl.constexpr, COL_GROUPS: tl.constexpr, TARGET: tl.constexpr,
+    x_ptr, data_ptr, scale_ptr, token_tile, col_tile, rows, cols8, row_words, row_scales, row_data_words,
+    META: tl.constexpr, TOKEN_BLOCKS: tl.constexpr, COL_GROUPS: tl.constexpr, EVEN: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of the rowwise copy of the tile, 32 tokens at a time."""
     group = col_tile * (COL_GROUPS // 2) + tl.arange(0, COL_GROUPS // 2)
-    block = col_tile * (COL_GROUPS // 8) + tl.arange(0, COL_GROUPS // 8)
     for i in range(TOKEN_BLOCKS):
         token_block = token_tile * TOKEN_BLOCKS + i
         token = token_block * _TOKENS + tl.arange(0, _TOKENS)
-        w0, w1, w2, w3 = _load_row_words(x_ptr, token, col_tile, rows, cols8, row_words, COL_GROUPS)
+        w0, w1, w2, w3 = _load_row_words(x_ptr, token, col_tile, rows, cols8, row_words, COL_GROUPS, EVEN)
         amax = _over_columns(amax_of_words(w0, w1, w2, w3, TARGET), TARGET)
         if META.block_outer == 32:
-            line = token_block + tl.arange(0, 1)
-            amax = tl.max(amax, axis=0)[None, :]
-        else:
-            line = token
-        inverse, keep, byte = scale_of_amax(amax, META.bf16_round_up, TARGET)
-        mask = (line * META.block_outer < rows)[:, None] & (block < row_scales)[None, :]
-        tl.store(scale_ptr + line.to(tl.int64)[:, None] * row_scales + block[None, :], byte.to(tl.uint8), mask=mask)
-        inverse = tl.broadcast_to(_spread(inverse, 4), w0.shape)
-        keep = tl.broadcast_to(_spread(keep, 4), w0.shape)
+            amax = tl.broadcast_to(tl.max(amax, axis=0)[None, :], amax.shape)
+        # From here on every group of 8 columns has its own copy of the scale: to store one a block then needs no shared memory.
+        inverse, keep, byte = scale_of_amax(_spread(amax, 4), META.bf16_round_up, TARGET)
+        line = token // META.block_outer
+        mask = (token % META.block_outer == 0) & (token < rows)
+        mask = mask[:, None] & ((group % 4 == 0) & (group < row_data_words))[None, :]
+        # The hint only orders the threads along the row; single bytes at unknown alignment are never joined to wider stores.
+        block = tl.max_contiguous(group // 4, COL_GROUPS // 2)
+        place = scale_ptr + line.to(tl.int64)[:, None] * row_scales + block[None, :]
+        tl.store(place, byte.to(tl.uint8), mask=mask)
         codes = pack8_bf16(w0, w1, w2, w3, inverse, keep, META.bf16_round_up == 0, TARGET)
-        place = data_ptr + token.to(tl.int64)[:, None] * (row_scales * 4) + group[None, :]
-        tl.store(place, codes, mask=(token < rows)[:, None] & (group < row_scales * 4)[None, :])
+        place = data_ptr + token.to(tl.int64)[:, None] * row_data_words + group[None, :]
+        if EVEN:
+            tl.store(place, codes)
+        else:
+            tl.store(place, codes, mask=(token < rows)[:, None] & (group < row_data_words)[None, :])
 
 
 @triton.jit
@@ -199,11 +205,10 @@ def _join4(tensors):
 
 @triton.jit
 def _col_copy(
-    x_ptr, signs_ptr, data_ptr, scale_ptr, token_tile, col_tile, rows, cols8, row_words, col_blocks,
+    words, signs_ptr, data_ptr, scale_ptr, token_tile, col_tile, cols8, col_blocks,
     META: tl.constexpr, TOKEN_BLOCKS: tl.constexpr, COL_GROUPS: tl.constexpr, EVEN: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of the columnwise copy of the tile."""
-    words = _load_column_words(x_ptr, token_tile, col_tile, rows, cols8, row_words, TOKEN_BLOCKS, COL_GROUPS, EVEN)
+    """Codes and scales of the columnwise copy of the tile, from `_load_column_words`."""
     if META.block_outer == 32:
         block_byte = _block_byte(words, META, TARGET)
     codes = ()
@@ -252,28 +257,33 @@ def _tile_of_program(row_scales, col_blocks, TOKEN_BLOCKS: tl.constexpr, COL_GRO
     return first + within % size, within // size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("row_scales", "row_data_words"))
 def quantize_mxfp4_bf16_kernel(
     x_ptr, row_data, row_scale, col_data, col_scale, signs_ptr,
     rows, cols8, row_scales, col_blocks,
-    row_stride16,
+    row_stride16, row_data_words,
     ROW: tl.constexpr, COL: tl.constexpr,
     TOKEN_BLOCKS: tl.constexpr, COL_GROUPS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Both copies of TOKEN_BLOCKS * 32 tokens by COL_GROUPS * 4 columns.
 
     `x_ptr`, `row_data` and `col_data` are int32: two bf16 or eight codes. `cols8` counts groups of 8 columns, `row_stride16` is
-    x's row stride in 16-byte units.
+    x's row stride in 16-byte units. `row_scales` and `row_data_words` are not specialised: what is known of their divisibility would
+    make Triton turn each thread's word around in shared memory for a wider store (H200, 2026-11: 6 % slower).
     """
     token_tile, col_tile = _tile_of_program(row_scales, col_blocks, TOKEN_BLOCKS, COL_GROUPS, GROUP)
     row_words = row_stride16 * 4
+    # All of the tile is asked for at once; the row copy then finds it in the L1 cache while the columns wait in registers.
+    words = ()
+    if COL is not None:
+        words = _load_column_words(x_ptr, token_tile, col_tile, rows, cols8, row_words, TOKEN_BLOCKS, COL_GROUPS, EVEN)
     if ROW is not None:
         _row_copy(
-            x_ptr, row_data, row_scale, token_tile, col_tile, rows, cols8, row_words, row_scales,
-            ROW, TOKEN_BLOCKS, COL_GROUPS, TARGET,
+            x_ptr, row_data, row_scale, token_tile, col_tile, rows, cols8, row_words, row_scales, row_data_words,
+            ROW, TOKEN_BLOCKS, COL_GROUPS, EVEN, TARGET,
         )  # fmt: skip
     if COL is not None:
         _col_copy(
-            x_ptr, signs_ptr, col_data, col_scale, token_tile, col_tile, rows, cols8, row_words, col_blocks,
+            words, signs_ptr, col_data, col_scale, token_tile, col_tile, cols8, col_blocks,
             COL, TOKEN_BLOCKS, COL_GROUPS, EVEN, TARGET,
         )  # fmt: skip
