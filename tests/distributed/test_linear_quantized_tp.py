@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.functional.linear import linear
 from primus_turbo_plugin.functional.linear_call import LinearCall, TensorParallel
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
@@ -106,6 +107,18 @@ def test_rowwise_and_tensorwise_scales_span_a_shard_and_stay_accurate(rank_info:
         assert relative_error(got["y"], (x @ w.t()).chunk(size, 1)[rank]) < 0.05
         assert relative_error(got["dx"], (dy @ w).chunk(size)[rank]) < 0.05
         assert relative_error(got["dw"], (dy.t() @ x).chunk(size)[rank]) < 0.05
+
+
+@ranks(world_size=[2])
+def test_a_refused_padding_counts_the_tokens_of_all_ranks(rank_info: RankInfo) -> None:
+    """16 tokens on each of two ranks fill a block of 32."""
+    parallel = TensorParallel(mode="column", group=dist.group.WORLD, sequence_parallel=True)
+    call = make_call(plan("mxfp4", padding="refuse"), torch.float32, parallel=parallel)
+    w = leaf(torch.randn(32, 64))
+    linear(torch.randn(16, 64), w, None, call).sum().backward()
+    assert w.grad is not None
+    with pytest.raises(ShapeError, match=r"tokens, the contraction of wgrad .* got 34"):
+        linear(torch.randn(17, 64), w, None, call)
 
 
 @ranks(world_size=[2])

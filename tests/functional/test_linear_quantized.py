@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -103,15 +104,30 @@ def test_unrotated_presets_multiply_what_torchao_quantises(
 
 
 def test_rotation_pays_where_some_tokens_are_outliers(request: Any) -> None:
-    """Tokens 30 times as large as the rest share their blocks' scales: rotated, wgrad loses less than half as much."""
+    """Tokens 30 times as large as the rest share their blocks' scales. Unrotated the error is near .15, rotated near .06."""
     g = seeded(request)
     x, w, dy = (torch.randn(*shape, generator=g) for shape in ((1024, 64), (64, 64), (1024, 64)))
-    outliers = torch.rand(1024, generator=g) < 0.01
+    outliers = torch.randperm(1024, generator=g)[:10]
     x[outliers] *= 30
     dy[outliers] *= 30
     exact = dy.double().t() @ x.double()
     errors = {recipe: relative_error(_run(recipe, x, w, dy)["wgrad"], exact) for recipe in ("mxfp4", "mxfp4_none")}
-    assert errors["mxfp4"] < 0.5 * errors["mxfp4_none"], errors
+    assert errors["mxfp4"] < 0.75 * errors["mxfp4_none"], errors
+
+
+def test_random_signs_follow_the_plans_seed_and_cancel(request: Any) -> None:
+    g = seeded(request)
+    x, w, dy = (torch.randn(*shape, generator=g) for shape in ((64, 32), (32, 32), (64, 32)))
+    results = []
+    for seed in (1, 1, 2):
+        of = plan("mxfp4", wgrad={"random_signs": True})
+        of = dataclasses.replace(of, precision=dataclasses.replace(of.precision, signs_seed=seed))
+        weight = leaf(w)
+        linear(x, weight, None, make_call(of, torch.float32)).backward(dy)
+        results.append(weight.grad)
+        assert relative_error(weight.grad, dy.t() @ x) < 0.25
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4", "mxfp4_all"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from primus_turbo_plugin.functional.weight_cache import Copies, OptimizerClock, WeightCache, optimizer_clock
@@ -106,16 +107,14 @@ def test_every_change_that_can_be_seen_gives_new_copies(layer: _Layer, change: s
         layer.assert_fresh()
 
 
-def test_a_new_weight_at_the_old_ones_address_is_new(layer: _Layer) -> None:
-    """`weight.data = ...` leaves the version as it was, and memory that is freed is handed out again."""
-    layer.weight = Parameter(torch.randn(512, 512))  # large enough that the allocator hands the pages out again soon
+def test_the_old_weights_address_is_not_given_away_before_it_was_looked_at(layer: _Layer) -> None:
+    """`weight.data = ...` leaves the version as it was: were the old memory freed, the new weight could take its address."""
     layer.copies()
-    address = layer.weight.data_ptr()
-    for _ in range(20):
-        layer.weight.data = layer.weight.data * -1.0625
-        if layer.weight.data_ptr() == address:
-            break
+    old = StorageWeakRef(layer.weight.untyped_storage())
+    layer.weight.data = layer.weight.data * 2
+    assert not old.expired()
     layer.assert_fresh()
+    assert old.expired()
 
 
 def test_a_step_that_is_announced_gives_new_copies_of_a_weight_written_behind_torchs_back(layer: _Layer) -> None:
