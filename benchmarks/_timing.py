@@ -65,8 +65,8 @@ HEADER = (
 def measure(function: Callable[[int], object], num_sets: int = 1) -> tuple[float, float, float]:
     """(median, 20th, 80th percentile) in microseconds of `function(i)` on input set i.
 
-    The sets are used in turn inside one captured graph, so that neither launch gaps nor a warm L2 cache are measured; give enough sets
-    to exceed the cache several times (`sets_for`). Outputs stay alive until the end of the capture, so they rotate as well.
+    The sets are used in turn inside one captured graph, so that neither launch gaps nor a warm L2 cache are measured; give enough
+    sets to exceed the cache several times (`sets_for`). Outputs stay alive until the end of the capture, so they rotate as well.
     """
     for i in range(num_sets):
         function(i)

@@ -268,8 +268,8 @@ def quantize_mxfp4_bf16_kernel(
     """Both copies of TOKEN_BLOCKS * 32 tokens by COL_GROUPS * 4 columns.
 
     `x_ptr`, `row_data` and `col_data` are int32: two bf16 or eight codes. `cols8` counts groups of 8 columns, `row_stride16` is
-    x's row stride in 16-byte units. `row_scales` and `row_data_words` are not specialised: what is known of their divisibility would
-    make Triton turn each thread's word around in shared memory for a wider store (H200, 2026-11: 6 % slower).
+    x's row stride in 16-byte units. `row_scales` and `row_data_words` are not specialised: knowing their divisibility, Triton
+    would exchange words between threads through shared memory, behind barriers, to store 16 bytes a thread.
     """
     token_tile, col_tile = _tile_of_program(row_scales, col_blocks, TOKEN_BLOCKS, COL_GROUPS, GROUP)
     row_words = row_stride16 * 4
