@@ -101,6 +101,6 @@ def isa_targets() -> list[KernelTarget]:
             grid=lambda args: math.ceil(args["n"] / 256),
             constants={"BLOCK": 256},
             expected=arithmetic_reference,
-            tolerance=2e-7,
+            tolerance=1e-6,  # the reference is float64; a value near a pole of 1 / y carries the largest error
         ),
     ]
