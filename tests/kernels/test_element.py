@@ -137,6 +137,6 @@ def test_stochastic_rounding_leaves_representable_values_alone(element: ElementT
 
 def test_stochastic_rounding_uses_the_upper_24_bits_of_a_word_as_a_fraction() -> None:
     """Documented, since kernels must reproduce it: up exactly when (word >> 8) / 2^24 < fraction."""
-    x = torch.full((4,), 0.125)  # a quarter of the way from 0 to 0.5
-    words = torch.tensor([0x3FFFFFFF, 0x3FFFFF00, 0x40000000, 0])
+    x = torch.full((4,), (0.25 + 2.0**-20) * 0.5)  # a quarter of the way from 0 to 0.5, and 16 / 2^24
+    words = torch.tensor([0x40000FFF, 0x40000F00, 0x40001000, 0])
     assert round_to_codes(x, E2M1, words).tolist() == [1, 1, 0, 1]

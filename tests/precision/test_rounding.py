@@ -10,7 +10,7 @@ import torch
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.precision.rounding import RoundingKey, philox4x32, philox4x32_scalar, random_words
 
-KEY = RoundingKey(seed=1234, draw=99, tensor=7, rank=3)
+KEY = RoundingKey(seed=(1 << 40) + 1234, draw=(2 << 40) + 99, tensor=(3 << 40) + 7, rank=3)
 # Known answers published with Random123 (kat_vectors, "philox4x32 10"): counter, key, result.
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -43,15 +43,16 @@ def test_tensor_philox_gives_the_published_answers(
 def test_words_of_an_element_follow_the_documented_counter(rng: torch.Generator) -> None:
     """What another kernel must reproduce: word c % 4 of counter o * ceil(K / 4) + c // 4, in both orientations."""
     padded, mask = 37, 0xFFFFFFFF
-    k0, k1, k2, _ = philox4x32_scalar((KEY.draw & mask, KEY.draw >> 32, KEY.tensor, 0), (KEY.seed & mask, 0))
+    counter = (KEY.draw & mask, KEY.draw >> 32, KEY.tensor & mask, KEY.tensor >> 32)
+    k0, k1, k2, _ = philox4x32_scalar(counter, (KEY.seed & mask, KEY.seed >> 32))
     row = random_words(KEY, range(50), range(padded), padded)
     col = random_words(KEY, range(50), range(padded), padded, columnwise=True)
     assert row.shape == (50, padded)
     assert col.shape == (padded, 50)
     for outer, contraction in torch.randint(0, 37, (20, 2), generator=rng).tolist():
-        counter = outer * 10 + contraction // 4
+        index = outer * 10 + contraction // 4
         for words, columnwise in ((row, 0), (col.t(), 1)):
-            expected = philox4x32_scalar((counter, 0, KEY.rank, k2 ^ columnwise), (k0, k1))[contraction % 4]
+            expected = philox4x32_scalar((index, 0, KEY.rank, k2 ^ columnwise), (k0, k1))[contraction % 4]
             assert words[outer, contraction] == expected
 
 
@@ -72,7 +73,7 @@ def test_an_operand_of_over_2_to_34_elements_still_has_distinct_counters() -> No
 
 
 @pytest.mark.parametrize("field", ["seed", "draw", "tensor", "rank"])
-@pytest.mark.parametrize("other", [1, -1, 1 << 20])
+@pytest.mark.parametrize("other", [1, -1, 1 << 20, 1 << 31])
 def test_changing_any_part_of_the_key_changes_the_words(field: str, other: int) -> None:
     changed = dataclasses.replace(KEY, **{field: getattr(KEY, field) + other})
     a = random_words(KEY, range(8), range(32), 32)
