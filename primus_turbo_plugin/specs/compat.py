@@ -37,12 +37,8 @@ class MegatronFacts:
         cp_comm_type_list_is_shifted: A list of `cp_comm_type` is indexed by the layer number from 1, so that each layer gets
             its successor's entry and the last one fails. Delete when 0.17 is the oldest.
         hybrid_package: Where the hybrid stack lives: `ssm.mamba_block`, then `models.hybrid`. Delete when 0.18 is the oldest.
-        hybrid_layers_are_numbered_globally: The hybrid stack passes a global layer number and `add_layer_offset=False`.
-            Delete when 0.17 is the oldest.
         mla_resolves_qk_norm: MLA asks `config.transformer_impl`'s own backend which norms it may build, and with
             `q_lora_rank=None` cannot build the norm of a third party. Needed until upstream asks the spec's backend.
-        spec_flag_calls: `--spec` may name a function of the model's config; before, the imported object itself is the spec.
-            Delete when 0.19 is the oldest.
     """
 
     version: Version
@@ -50,9 +46,7 @@ class MegatronFacts:
     mtp_inner_slot: str
     cp_comm_type_list_is_shifted: bool
     hybrid_package: str
-    hybrid_layers_are_numbered_globally: bool
     mla_resolves_qk_norm: bool
-    spec_flag_calls: bool
 
 
 def facts_of(version: Version) -> MegatronFacts:
@@ -79,9 +73,7 @@ def facts_of(version: Version) -> MegatronFacts:
         mtp_inner_slot="transformer_layer" if minor < (0, 17) else "mtp_model_layer",
         cp_comm_type_list_is_shifted=minor < (0, 17),
         hybrid_package="ssm.mamba_block" if minor < (0, 18) else "models.hybrid.hybrid_block",
-        hybrid_layers_are_numbered_globally=minor >= (0, 17),
         mla_resolves_qk_norm=minor >= (0, 19),
-        spec_flag_calls=minor >= (0, 19),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.megatron.tiny_gpt import Job, relative_difference, train
 from tests.support.distributed import RankInfo, ranks
@@ -124,3 +125,26 @@ def test_uneven_pipeline_stages_match_local(rank_info: RankInfo) -> None:
         {"num_layers": 3, "pipeline_model_parallel_layout": "Et|ttL"},
     ]:
         same_training(Job(pipeline=2, model=model, steps=4, seed=rank_info.seed))
+
+
+@ranks(world_size=2, megatron=True)
+@pytest.mark.parametrize(
+    "layout", [{}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}], ids=["dp2", "tp2_sp", "pp2"]
+)
+@pytest.mark.parametrize("norm", ["turbo", "megatron"])
+def test_hybrid_model_of_attention_and_mlp_layers_matches_a_gpt(
+    rank_info: RankInfo, layout: dict[str, Any], norm: str
+) -> None:
+    """Megatron's own hybrid spec needs Transformer Engine; but attention and MLP layers in turn are a GPT's layers."""
+    if norm == "megatron" and layout.get("sequence_parallel"):
+        pytest.skip("Megatron's norm refuses sequence parallelism")
+    job = Job(steps=4, seed=rank_info.seed, **layout)
+    init = {"output_layer_init_method": _normal}  # its scale depends on the number of layers
+    hybrid = train(job.but(model={"num_layers": 4, **init}, hybrid="*-*-", turbo={"norm": norm}))
+    gpt = train(job.but(model={"num_layers": 2, **init}, spec="local", sequence_parallel=False))
+    assert relative_difference(hybrid.losses, gpt.losses) <= FP32
+    assert relative_difference(hybrid.gradient_norms, gpt.gradient_norms) <= GRADIENTS
+
+
+def _normal(weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.init.normal_(weight, std=0.02)

@@ -39,6 +39,7 @@ class Job:
         ddp: Settings of `DistributedDataParallelConfig` that differ.
         load, save: Checkpoint folders; `optimizer_state`: whether they hold the optimizer.
         first_step: Steps whose data a resumed run skips.
+        hybrid: Layer pattern of a hybrid model to train instead of a GPT.
         match_keys: Rename the loaded keys to those of the checkpoint (`match_checkpoint_keys`).
     """
 
@@ -63,6 +64,7 @@ class Job:
     optimizer_state: bool = True
     first_step: int = 0
     match_keys: bool = False
+    hybrid: str | None = None
     on_model: Callable[[list[Any]], None] | None = None
 
     def but(self, **changes: Any) -> Job:
@@ -207,6 +209,9 @@ def build(job: Job, config: Any) -> list[Any]:
     models = []
     for chunk in range(job.virtual or 1):
         vp_stage = chunk if job.virtual else None
+        if job.hybrid is not None:
+            models.append(_hybrid(job, config))
+            continue
         first = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
         spec, mtp = specs(job, config, vp_stage)
         model = GPTModel(
@@ -222,6 +227,33 @@ def build(job: Job, config: Any) -> list[Any]:
         )
         models.append(Float16Module(config, model) if job.bf16 else model)
     return models
+
+
+def _hybrid(job: Job, config: Any) -> Any:
+    from megatron.core import parallel_state as ps
+
+    from primus_turbo_plugin.precision.config import TurboConfig
+    from primus_turbo_plugin.specs import compat
+    from primus_turbo_plugin.specs.hybrid import hybrid_stack_spec
+
+    spec = hybrid_stack_spec(config, TurboConfig.from_dict(job.turbo))
+    options: dict[str, Any] = {
+        "config": config,
+        "vocab_size": VOCAB,
+        "max_sequence_length": SEQ,
+        "position_embedding_type": "rope",
+        "pre_process": ps.is_pipeline_first_stage(),
+        "post_process": ps.is_pipeline_last_stage(),
+    }
+    minor = compat.facts().version.minor
+    if minor >= 18:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=job.hybrid, **options)
+    from megatron.core.models.mamba import MambaModel
+
+    pattern = "hybrid_override_pattern" if minor < 17 else "hybrid_layer_pattern"
+    return MambaModel(mamba_stack_spec=spec, **{pattern: job.hybrid}, **options)
 
 
 def wrap(job: Job, config: Any, models: list[Any]) -> tuple[list[Any], Any]:
