@@ -5,7 +5,8 @@
 "mxfp4 row+col H16" makes a rowwise MXFP4 copy and a columnwise one rotated along tokens, as a Wgrad operand needs them. The
 share of the roof is the bytes that must move (2 read, 1 + 1/16 written per element) over the time, against a device copy measured
 in the same run. torchao has no such rotation: its rows quantise x, and a rotated x.T that torch prepares as a bf16 matrix product
-(so its bits differ), which is what a user would write. Every row is checked before it is timed; `ok` says what was compared.
+(so its bits differ), which is what a user would write; they copy scalars from the host, cannot be captured in a graph, and are
+timed launch by launch. Every row is checked before it is timed; `ok` says what was compared.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks._timing import HEADER, Row, copy_bandwidth, describe_machine, measure, report, sets_for
+from benchmarks._timing import (
+    HEADER,
+    Row,
+    copy_bandwidth,
+    describe_machine,
+    measure,
+    measure_launches,
+    report,
+    sets_for,
+)
 from primus_turbo_plugin.kernels.reference import quantize as reference
 from primus_turbo_plugin.kernels.triton import quantize as turbo
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
@@ -108,7 +118,7 @@ def _torchao_rows(inputs: list[torch.Tensor], shape: str, roof: float) -> Iterat
             same = torch.equal(data[:_CHECK_TOKENS].view(torch.uint8), want.data)
             same &= torch.equal(scale[:_CHECK_TOKENS].view(torch.uint8), want.block_scale)
             ok = ("row copy bit-equal" if same else "row copy DIFFERS") + (", column in bf16" if function is both else "")
-            times = measure(lambda i, call=call, rule=rule: call(inputs[i], rule)[0].view(-1)[:1], len(inputs))
+            times = measure_launches(lambda call=call, rule=rule: call(inputs[0], rule))
             yield _row(op, shape, backend, times, _bytes(inputs[0], specs), roof, ok)
             if name == "compiled":
                 break  # the floor rule only stands in where the even rule does not compile
