@@ -160,7 +160,7 @@ CONDITIONAL: Mapping[str, str] = {
     "fp8_interval": "refused if set with `fp8`: only delayed scaling reads it",
     "fp8_amax_history_len": "refused if set with `fp8`: only delayed scaling reads it",
     "fp8_amax_compute_algo": "refused if set with `fp8`: only delayed scaling reads it",
-    "tp_only_amax_red": "refused if set with `fp8`: a tensorwise amax is taken over the tensor-parallel group",
+    "tp_only_amax_red": "refused if set with `fp8`: over which ranks an amax is taken is not a choice here",
     "fp4": "`fp4_recipe='mxfp4'` -> mxfp4 (MTP layers stay in BF16, as in Megatron); nvfp4 and custom refused",
     "fp4_recipe": "see `fp4`",
     "fp4_quantizer_factory": "refused with `fp4_recipe='custom'`",
