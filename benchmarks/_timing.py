@@ -104,8 +104,8 @@ def measure_launches(function: Callable[[], object]) -> tuple[float, float, floa
 def copy_bandwidth(num_bytes: int = 7 << 28) -> float:
     """Bytes read plus written per second by device-to-device copies.
 
-    The size is not a power of two: in a graph, copies of exactly 1 GiB and 4 GiB reached 2.7 TB/s where this size reached 4.26 (one
-    H200, 2026-11).
+    The size is not a power of two: in a graph, copies of exactly 1 GiB and 4 GiB reached 2.7 TB/s where this size reached 4.26
+    (one H200, 2026-11).
     """
     sources = [torch.randn(num_bytes // 2, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     us, _, _ = measure(lambda i: sources[i].clone(), 2)

@@ -24,6 +24,8 @@ class CopyMeta(NamedTuple):
         is_mx: E8M0 scales; otherwise fp32 scales.
         rceil: The RCEIL rule (a division); the other rules add `round_up` to the bits of the amax.
         round_up: See `rceil`.
+        bf16_round_up: What the rule adds to the bf16 bits of an E2M1 amax. RCEIL has one too: amax / 6 passes a power of two
+            exactly where the mantissa of amax passes 1.5.
         block_outer: Rows that share a scale; 0 stands for all.
         block_contraction: Elements of a row that share a scale; 0 stands for all.
         multiple: The contraction axis is padded to a multiple of this.
@@ -42,6 +44,7 @@ class CopyMeta(NamedTuple):
     is_mx: bool
     rceil: bool
     round_up: int
+    bf16_round_up: int
     block_outer: int
     block_contraction: int
     multiple: int
@@ -56,12 +59,6 @@ class CopyMeta(NamedTuple):
         """The scale spans more than one tile, so that the amax takes a pass of its own."""
         return self.block_contraction == 0
 
-    @property
-    def bf16_round_up(self) -> int:
-        """What the E2M1 scale rule adds to the bf16 bits of an amax: all four rules, since RCEIL's amax / 6 passes a power of two
-        exactly where amax's mantissa passes 1.5."""
-        return 0x3F if self.rceil else self.round_up >> 16
-
     @classmethod
     def of(cls, spec: QuantSpec) -> CopyMeta:
         """The numbers of a quantised spec."""
@@ -71,6 +68,8 @@ class CopyMeta(NamedTuple):
             ScaleRule.EVEN: 1 << (22 - element.mantissa_bits),
             ScaleRule.CEIL: 0x7FFFFF,
         }
+        rule_adds = round_up.get(spec.scale_rule, 0) if spec.scale_rule else 0
+        rceil = spec.scale_rule is ScaleRule.RCEIL
         block_outer, block_contraction = spec.block_shape
         return cls(
             codes_per_byte=element.codes_per_byte,
@@ -79,8 +78,9 @@ class CopyMeta(NamedTuple):
             emax=element.emax,
             max_value=element.max_value,
             is_mx=spec.is_mx,
-            rceil=spec.scale_rule is ScaleRule.RCEIL,
-            round_up=round_up.get(spec.scale_rule, 0) if spec.scale_rule else 0,
+            rceil=rceil,
+            round_up=rule_adds,
+            bf16_round_up=0x3F if rceil else rule_adds >> 16,
             block_outer=block_outer,
             block_contraction=block_contraction,
             multiple=spec.contraction_multiple,

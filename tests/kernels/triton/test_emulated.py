@@ -1,0 +1,146 @@
+"""The Triton kernels compiled for AMD GPUs and executed by the emulator, against the reference; and what the compiler made of them.
+
+Nothing here needs or stands in for an AMD GPU: it shows that the compiled code computes the right bytes, without races, spills or
+scratch, and says nothing about its speed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="compiling needs triton, which is not installed")
+
+from primus_turbo_plugin import amdgcn
+from primus_turbo_plugin.kernels.reference import quantize as reference
+from primus_turbo_plugin.kernels.triton import gemm, quantize
+from primus_turbo_plugin.kernels.triton.gemm_kernel import gemm_nt_kernel
+from primus_turbo_plugin.kernels.triton.quantize_mxfp4_bf16 import quantize_mxfp4_bf16_kernel
+from primus_turbo_plugin.kernels.triton.quantize_tile import amax_kernel, quantize_kernel
+from primus_turbo_plugin.precision.quant_spec import QuantSpec
+from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+from primus_turbo_plugin.precision.rounding import RoundingKey
+from tests.kernels.triton.test_gemm import SNR_DB, _product, _snr_db
+
+ARCHS = ("gfx942", "gfx950", "gfx1250")
+KEY = RoundingKey(seed=1, draw=2, tensor=3, rank=4)
+Pair = tuple[QuantSpec, QuantSpec]
+
+MXFP4_PAIRS: list[Pair] = [
+    (QuantSpec(format="mxfp4"), QuantSpec(format="mxfp4", hadamard=16)),
+    (QuantSpec(format="mxfp4", block="32x32", scale_rule="floor"), QuantSpec(format="mxfp4", block="32x32", scale_rule="floor")),
+]
+TILE_PAIRS: list[Pair] = [
+    (QuantSpec(format="mxfp4", scale_rule="rceil"), QuantSpec(format="mxfp4", hadamard=32, random_signs=True)),
+    (QuantSpec(format="mxfp8"), QuantSpec(format="mxfp4", rounding="stochastic")),
+    (QuantSpec(format="fp8"), QuantSpec(format="fp8", element="e5m2", block="rowwise")),
+]
+
+
+def _compile_and_launch(kernel: Any, arch: str, grid: Any, args: dict[str, Any], constants: dict[str, Any], **options: Any) -> Any:
+    compiled = amdgcn.compile(kernel, arch, args, constants, **options)
+    amdgcn.launch(compiled, grid, args)
+    report = amdgcn.isa_report(compiled)
+    assert report.vgpr_spills == report.scratch_bytes == 0, amdgcn.render(report)
+    return compiled
+
+
+def _values(rows: int, cols: int, dtype: torch.dtype, rng: torch.Generator) -> torch.Tensor:
+    x = torch.randn(rows, cols, generator=rng) * torch.exp(2 * torch.randn(rows, 1, generator=rng))
+    x[7] *= 2.0**-126
+    x[3, 5] = float("nan")
+    return x.to(dtype)
+
+
+def _copies(x: torch.Tensor, pair: Pair) -> list[Any]:
+    copies = [quantize._Copy.of(x, spec, columnwise, KEY, 5) for spec, columnwise in zip(pair, (False, True))]
+    for copy in copies:
+        copy.data.fill_(0xAA)
+    return copies
+
+
+def _assert_reference(copies: list[Any], x: torch.Tensor, pair: Pair) -> None:
+    for copy, want in zip(copies, reference.quantize_both(x, *pair, key=KEY, signs_seed=5)):
+        assert torch.equal(copy.data, want.data)
+        assert torch.equal(copy.block_scale.nan_to_num(-1.0), want.block_scale.nan_to_num(-1.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("pair", MXFP4_PAIRS, ids=lambda pair: " | ".join(map(str, pair)))
+def test_mxfp4_of_bf16_equals_the_reference_in_every_byte(arch, pair, rng) -> None:
+    x = _values(100, 264, torch.bfloat16, rng)
+    row, col = copies = _copies(x, pair)
+    row_scales, col_blocks = 9, 4
+    args = {
+        "x_ptr": x.view(torch.int32),
+        "row_data": row.data.view(torch.int32), "row_scale": row.block_scale,
+        "col_data": col.data.view(torch.int32), "col_scale": col.block_scale,
+        "signs_ptr": None, "rows": 100, "cols8": 33, "row_scales": row_scales, "col_blocks": col_blocks,
+        "row_stride16": 33, "row_data_words": 4 * row_scales,
+    }  # fmt: skip
+    constants = {
+        "ROW": row.meta, "COL": col.meta, "TOKEN_BLOCKS": 4, "COL_GROUPS": 32, "GROUP": 8, "EVEN": False,
+        "TARGET": "gfx950" if arch == "gfx950" else "generic",
+    }  # fmt: skip
+    compiled = _compile_and_launch(quantize_mxfp4_bf16_kernel, arch, 3, args, constants, num_warps=4 if arch == "gfx1250" else 2)
+    _assert_reference(copies, x, pair)
+    assert ("v_cvt_scalef32_pk_fp4_f32" in compiled.asm) == (arch == "gfx950")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("pair", TILE_PAIRS, ids=lambda pair: " | ".join(map(str, pair)))
+def test_the_tile_kernel_equals_the_reference_in_every_byte(arch, pair, rng) -> None:
+    x = _values(70, 100, torch.bfloat16, rng)
+    row, col = copies = _copies(x, pair)
+    block_m, block_n = quantize.tile_shape(row.meta, col.meta)
+    grid = (-(-max(70, col.padded) // block_m), -(-max(100, row.padded) // block_n))
+    amax = {"row_amax": row.amax_buffer(), "col_amax": col.amax_buffer()}
+    shared = {"x_ptr": x, "row_signs": row.signs, "col_signs": col.signs, "rows": 70, "cols": 100, "stride_row": 100, "stride_col": 1}
+    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    if any(buffer is not None for buffer in amax.values()):
+        metas = {"ROW": row.meta if row.meta.needs_amax else None, "COL": col.meta if col.meta.needs_amax else None}
+        _compile_and_launch(amax_kernel, arch, grid, {**shared, **amax}, {**metas, **tile}, num_warps=4)
+    words = {f"{side}_{name}": word for side, copy in (("row", row), ("col", col)) for name, word in zip(("k0", "k1", "c2", "c3"), copy.words)}
+    args = {
+        **shared, **amax, **words,
+        "row_data": row.data, "row_scale": row.block_scale, "col_data": col.data, "col_scale": col.block_scale,
+        "row_padded": row.padded, "col_padded": col.padded,
+    }  # fmt: skip
+    _compile_and_launch(quantize_kernel, arch, grid, args, {"ROW": row.meta, "COL": col.meta, **tile}, num_warps=4)
+    _assert_reference(copies, x, pair)
+
+
+GEMM_SPECS = [
+    (None, None),
+    (QuantSpec(format="mxfp4"), QuantSpec(format="mxfp4", block="32x32")),
+    (QuantSpec(format="mxfp8"), QuantSpec(format="mxfp8", element="e5m2")),
+    (QuantSpec(format="fp8", block="1x128"), QuantSpec(format="fp8", block="rowwise")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("specs", GEMM_SPECS, ids=lambda specs: " x ".join(map(str, specs)))
+def test_the_gemm_is_exact_up_to_the_order_of_additions(arch, specs, rng) -> None:
+    m, n, k = 70, 66, 200
+    plain = [torch.randn(rows, k, generator=rng).bfloat16() for rows in (m, n)]
+    a, b = (x if spec is None else reference.quantize(x, spec) for x, spec in zip(plain, specs))
+    y = torch.full((m, n), float("nan"))
+    stored = [x.padded_contraction if isinstance(x, QuantizedTensor) else k for x in (a, b)]
+    (a_data, a_scale), (b_data, b_scale) = gemm._buffers(a), gemm._buffers(b)
+    args = {
+        "a_ptr": a_data, "a_scale": a_scale, "b_ptr": b_data, "b_scale": b_scale, "bias_ptr": None, "out_ptr": y,
+        "M": m, "N": n, "length": k, "a_stored": stored[0], "b_stored": stored[1],
+        "stride_am": a_data.stride(0), "stride_ak": 1, "stride_bn": b_data.stride(0), "stride_bk": 1,
+        "stride_om": n, "stride_on": 1,
+    }  # fmt: skip
+    constants = {
+        "A": gemm.OperandMeta.of(a), "B": gemm.OperandMeta.of(b), "ACCUMULATE": False, "EVEN_K": False,
+        "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128, "GROUP": 8,
+    }  # fmt: skip
+    _compile_and_launch(gemm_nt_kernel, arch, 4, args, constants, num_warps=4, num_stages=2)
+    assert _snr_db(y, _product(a, b)) > SNR_DB
