@@ -42,6 +42,9 @@ def add_isa_arguments(parser: argparse.ArgumentParser) -> None:
         ("--option", "compile option of a bare kernel, such as num_warps=8"),
     ):
         parser.add_argument(flag, action="append", default=[], metavar="NAME=VALUE", help=meaning)
+    parser.add_argument(
+        "--mca", action="store_true", help="simulate the hot loop with LLVM MCA (CDNA; needs mlc-llvm-static)"
+    )
     parser.add_argument("--asm", action="store_true", help="print the assembly as well")
 
 
@@ -77,7 +80,7 @@ def run_isa(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
     found = find_kernels(args.kernel, args.arch, _pairs(args.arg), _pairs(args.const), _pairs(args.option))
     failed, data, blocks = False, [], []
     for item in found:
-        report = isa_report(item.compiled)
+        report = isa_report(item.compiled, mca=args.mca)
         violations = None if item.gate is None else check_gate(report, item.gate)
         failed |= bool(violations)
         data.append({"target": item.name, **to_json(report, violations)})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from primus_turbo_plugin.amdgcn.report.isa import IsaReport
 
@@ -28,6 +27,7 @@ class IsaGate:
         min_workgroups: Work-groups a compute unit must be able to hold.
         bound_by: Pipeline the static estimate must name as the limit (`mma`, `lds`, `valu`).
         min_mma_share: Share of the estimated loop time the matrix unit must be busy.
+        min_mca_share: The same by LLVM MCA; checked only on reports MCA was run for.
     """
 
     max_spills: int = 0
@@ -40,7 +40,7 @@ class IsaGate:
     min_workgroups: int | None = None
     bound_by: str | None = None
     min_mma_share: float | None = None
-    notes: Mapping[str, str] = field(default_factory=dict)
+    min_mca_share: float | None = None
 
 
 def _matching(pattern: str, mix: Counter[str]) -> list[str]:
@@ -86,5 +86,9 @@ def check_gate(report: IsaReport, gate: IsaGate) -> list[str]:
     if gate.min_mma_share is not None and report.mma_share < gate.min_mma_share:
         problems.append(
             f"static MMA share of the hot loop is {report.mma_share:.0%}, at least {gate.min_mma_share:.0%} required"
+        )
+    if gate.min_mca_share is not None and report.mca is not None and report.mca.matrix_share < gate.min_mca_share:
+        problems.append(
+            f"LLVM MCA: matrix unit busy {report.mca.matrix_share:.1%}, at least {gate.min_mca_share:.1%} required"
         )
     return [f"{report.kernel} on {report.arch}: {problem}" for problem in problems + _opcodes(report, gate)]

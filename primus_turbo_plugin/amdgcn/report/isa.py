@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from primus_turbo_plugin.amdgcn.architecture import Architecture
 from primus_turbo_plugin.amdgcn.assembly.instructions import Instruction
 from primus_turbo_plugin.amdgcn.compiled import CompiledKernel
 from primus_turbo_plugin.amdgcn.report.costs import lds_bytes, matrix_clocks, matrix_flops, memory_bytes
 from primus_turbo_plugin.amdgcn.report.loops import hot_loop, is_matrix
+from primus_turbo_plugin.amdgcn.report.mca import McaResult, run_mca
 from primus_turbo_plugin.amdgcn.report.occupancy import occupancy
 
 
@@ -61,7 +61,7 @@ class IsaReport:
         workgroups_per_cu, waves_per_simd, occupancy_limit: Occupancy.
         loop: Estimate of the hot loop, or None.
         loop_mix, whole_mix: Opcodes with counts; a transfer straight to LDS is `<opcode> lds`.
-        mca: Result of LLVM MCA on the loop, if it was run.
+        mca: LLVM MCA's simulation of the loop, if it was run.
     """
 
     kernel: str
@@ -80,7 +80,7 @@ class IsaReport:
     loop: LoopEstimate | None
     loop_mix: Counter[str] = field(default_factory=Counter)
     whole_mix: Counter[str] = field(default_factory=Counter)
-    mca: dict[str, Any] | None = None
+    mca: McaResult | None = None
 
     @property
     def bound_by(self) -> str:
@@ -128,8 +128,16 @@ def _estimate(label: str, body: tuple[Instruction, ...], arch: Architecture, num
     )
 
 
-def isa_report(compiled: CompiledKernel) -> IsaReport:
-    """Report on a compiled kernel."""
+def isa_report(compiled: CompiledKernel, *, mca: bool = False) -> IsaReport:
+    """Report on a compiled kernel.
+
+    Args:
+        compiled: The kernel.
+        mca: Also simulate the hot loop with LLVM MCA.
+
+    Raises:
+        UnsupportedError: MCA was asked for and cannot be had.
+    """
     descriptor, arch, program = compiled.descriptor, compiled.architecture, compiled.program
     held = occupancy(arch, descriptor.vgprs, compiled.shared, compiled.num_warps)
     loop = hot_loop(program)
@@ -150,4 +158,5 @@ def isa_report(compiled: CompiledKernel) -> IsaReport:
         loop=_estimate(loop.label, loop.instructions, arch, compiled.num_warps) if loop is not None else None,
         loop_mix=opcode_counts(loop.instructions) if loop is not None else Counter(),
         whole_mix=opcode_counts(program.instructions),
+        mca=run_mca(compiled) if mca else None,
     )

@@ -60,7 +60,10 @@ def rows(report: IsaReport) -> list[tuple[str, str]]:
     ]
     if report.mca is not None:
         result.append(
-            ("LLVM MCA", f"{report.mca['cycles']:g} cycles an iteration, matrix unit busy {report.mca['share']:.1%}")
+            (
+                "LLVM MCA",
+                f"{report.mca.clocks:g} clocks an iteration of one wave, matrix unit busy {report.mca.matrix_share:.1%} (simulated)",
+            )
         )
     return result
 
@@ -80,6 +83,8 @@ def to_json(report: IsaReport, violations: list[str] | None = None) -> dict[str,
     data["loop_mix"], data["whole_mix"] = dict(report.loop_mix), dict(report.whole_mix)
     data["bound_by"], data["mma_share"] = report.bound_by, report.mma_share
     data["loop_figures_are"] = "static estimate"
+    if report.mca is not None:
+        data["mca"]["matrix_share"] = report.mca.matrix_share
     if violations is not None:
         data["gate_violations"] = violations
     return data
