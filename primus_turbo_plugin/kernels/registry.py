@@ -23,6 +23,8 @@ RequestT = TypeVar("RequestT", bound=Request)
 
 _BACKEND_MODULES = (
     "primus_turbo_plugin.kernels.torch_native.gemm",
+    "primus_turbo_plugin.kernels.triton.gemm",
+    "primus_turbo_plugin.kernels.triton.quantize",
     "primus_turbo_plugin.kernels.reference.gemm",
     "primus_turbo_plugin.kernels.reference.quantize",
     "primus_turbo_plugin.kernels.reference.norm",

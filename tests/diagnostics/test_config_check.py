@@ -62,11 +62,11 @@ def test_recipe_is_not_checked_against_kernels_where_the_linears_are_anothers() 
 
 
 def test_backend_that_refuses_on_this_device_is_a_problem_there() -> None:
-    picky = fake_backend("triton", lambda request: "needs gfx950" if request.device == "cpu" else None, GemmRequest)
-    config = TurboConfig.from_dict({"precision": "mxfp4", "kernels": {"gemm_nt": ["triton"]}})
+    picky = fake_backend("picky", lambda request: "needs gfx950" if request.device == "cpu" else None, GemmRequest)
+    config = TurboConfig.from_dict({"precision": "mxfp4", "kernels": {"gemm_nt": ["picky"]}})
     cpu = config_problems(config, device("cpu"), registry_with(picky), inventory())
     assert len(cpu) == 1  # one problem, not one a GEMM
-    assert "triton: needs gfx950" in cpu[0].what
+    assert "picky: needs gfx950" in cpu[0].what
     assert config_problems(config, device("gfx950"), registry_with(picky), inventory()) == []
 
 

@@ -1,7 +1,7 @@
 """gemm_nt of plain or quantised operands (Triton); the kernel is in gemm_kernel.py.
 
-The codes are decoded in the kernel and multiplied by the bf16 units: the format's values, not its speed. The use of FP4 and FP8
-units is not written yet, so this is emulation on every GPU.
+Two MX operands use the scaled matrix units where the GPU has them (gfx950, gfx1250). Everything else quantised is decoded in the
+kernel and multiplied by the bf16 units: the format's values, not its speed. FP8 units are not used yet, on any GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt
 from primus_turbo_plugin.kernels.reference.gemm import _common_length
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import GemmRequest
-from primus_turbo_plugin.kernels.triton.targets import refusal
+from primus_turbo_plugin.kernels.triton.targets import has_scaled_matrix_units, refusal
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
@@ -129,6 +129,7 @@ def _launch(a: Operand, b: Operand, bias: torch.Tensor | None, y: torch.Tensor, 
         *data_a.stride(), *data_b.stride(), *y.stride(),
         A=meta_a, B=meta_b, ACCUMULATE=accumulate,
         EVEN_K=all(size >= length and length % tile["BLOCK_K"] == 0 for size in stored),
+        NATIVE_MX=meta_a.is_mx and meta_b.is_mx and has_scaled_matrix_units(y.device.index),
         **tile,
     )  # fmt: skip
 

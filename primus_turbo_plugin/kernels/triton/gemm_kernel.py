@@ -37,8 +37,8 @@ def _e2m1_to_bf16(byte):
 
 
 @triton.jit
-def _load_values(ptr, row, k0, stored, stride_row, stride_k, META: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
-    """Codes or plain values of a tile as a 16-bit float, `[rows, BLOCK_K]`, zero past the stored contraction."""
+def _load_stored(ptr, row, k0, stored, stride_row, stride_k, META: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """A tile as it is stored, `[rows, BLOCK_K]` or FP4 `[rows, BLOCK_K / 2]`, zero past the stored contraction."""
     per_byte: tl.constexpr = 2 if META.element == "e2m1" else 1
     item = k0 // per_byte + tl.arange(0, BLOCK_K // per_byte)
     place = ptr + row.to(tl.int64)[:, None] * stride_row + item[None, :].to(tl.int64) * stride_k
@@ -46,6 +46,12 @@ def _load_values(ptr, row, k0, stored, stride_row, stride_k, META: tl.constexpr,
         values = tl.load(place)
     else:
         values = tl.load(place, mask=(item * per_byte < stored)[None, :], other=0)
+    return values
+
+
+@triton.jit
+def _decoded(values, META: tl.constexpr):
+    """Stored codes or plain values as a 16-bit float."""
     if META.element == "e2m1":
         values = _e2m1_to_bf16(values)
     elif META.element == "e4m3":
@@ -56,12 +62,18 @@ def _load_values(ptr, row, k0, stored, stride_row, stride_k, META: tl.constexpr,
 
 
 @triton.jit
-def _scaled(values, scale_ptr, row, k0, stored, META: tl.constexpr, BLOCK_K: tl.constexpr):
-    """MX values: codes times their block's power of two."""
+def _load_mx_scale(scale_ptr, row, k0, stored, META: tl.constexpr, BLOCK_K: tl.constexpr):
+    """E8M0 bytes `[rows, BLOCK_K / 32]`."""
     block = k0 // 32 + tl.arange(0, BLOCK_K // 32)
     line = row // META.block_outer
     place = scale_ptr + line.to(tl.int64)[:, None] * (stored // 32) + block[None, :]
-    scale = _mx_scale(tl.load(place, mask=(block * 32 < stored)[None, :], other=127))
+    return tl.load(place, mask=(block * 32 < stored)[None, :], other=127)
+
+
+@triton.jit
+def _scaled(values, byte, BLOCK_K: tl.constexpr):
+    """MX values: codes times their block's power of two."""
+    scale = _mx_scale(byte)
     rows: tl.constexpr = values.shape[0]
     wide = tl.broadcast_to(scale[:, :, None], (rows, BLOCK_K // 32, 32))
     return values * tl.reshape(wide, (rows, BLOCK_K))
@@ -72,9 +84,9 @@ def _load_operand(
     ptr, scale_ptr, row, k0, stored, stride_row, stride_k,
     META: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    values = _load_values(ptr, row, k0, stored, stride_row, stride_k, META, BLOCK_K, EVEN_K)
+    values = _decoded(_load_stored(ptr, row, k0, stored, stride_row, stride_k, META, BLOCK_K, EVEN_K), META)
     if META.is_mx:
-        values = _scaled(values, scale_ptr, row, k0, stored, META, BLOCK_K)
+        values = _scaled(values, _load_mx_scale(scale_ptr, row, k0, stored, META, BLOCK_K), BLOCK_K)
     return values
 
 
@@ -93,14 +105,34 @@ def _fp8_scale(scale_ptr, row, k0, stored, META: tl.constexpr):
 
 
 @triton.jit
+def _multiply(
+    acc, a_ptr, a_scale, row_a, a_stored, stride_am, stride_ak, b_ptr, b_scale, row_b, b_stored, stride_bn, stride_bk, k0,
+    A: tl.constexpr, B: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """acc plus the product of one K tile, on the 16-bit units."""
+    a = _load_operand(a_ptr, a_scale, row_a, k0, a_stored, stride_am, stride_ak, A, BLOCK_K, EVEN_K)
+    b = _load_operand(b_ptr, b_scale, row_b, k0, b_stored, stride_bn, stride_bk, B, BLOCK_K, EVEN_K)
+    if A.scaled_by_block or B.scaled_by_block:
+        part = tl.dot(a, tl.trans(b))
+        if A.scaled_by_block:
+            part *= _fp8_scale(a_scale, row_a, k0, a_stored, A)[:, None]
+        if B.scaled_by_block:
+            part *= _fp8_scale(b_scale, row_b, k0, b_stored, B)[None, :]
+        acc += part
+    else:
+        acc = tl.dot(a, tl.trans(b), acc)
+    return acc
+
+
+@triton.jit
 def gemm_nt_kernel(
     a_ptr, a_scale, b_ptr, b_scale, bias_ptr, out_ptr,
     M, N, length, a_stored, b_stored,
     stride_am, stride_ak, stride_bn, stride_bk, stride_om, stride_on,
-    A: tl.constexpr, B: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN_K: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN_K: tl.constexpr, NATIVE_MX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y. `A` and `B` are `gemm.OperandMeta`."""
+    """One tile of y. `A` and `B` are `gemm.OperandMeta`; `NATIVE_MX` multiplies two MX operands on scaled matrix units."""
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = pid // (GROUP * tiles_n) * GROUP
@@ -112,17 +144,17 @@ def gemm_nt_kernel(
     row_a, row_b = m % M, n % N  # rows past the end repeat valid ones; they are not stored
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, length, BLOCK_K):
-        a = _load_operand(a_ptr, a_scale, row_a, k0, a_stored, stride_am, stride_ak, A, BLOCK_K, EVEN_K)
-        b = _load_operand(b_ptr, b_scale, row_b, k0, b_stored, stride_bn, stride_bk, B, BLOCK_K, EVEN_K)
-        if A.scaled_by_block or B.scaled_by_block:
-            part = tl.dot(a, tl.trans(b))
-            if A.scaled_by_block:
-                part *= _fp8_scale(a_scale, row_a, k0, a_stored, A)[:, None]
-            if B.scaled_by_block:
-                part *= _fp8_scale(b_scale, row_b, k0, b_stored, B)[None, :]
-            acc += part
+        if NATIVE_MX:
+            a = _load_stored(a_ptr, row_a, k0, a_stored, stride_am, stride_ak, A, BLOCK_K, EVEN_K)
+            b = _load_stored(b_ptr, row_b, k0, b_stored, stride_bn, stride_bk, B, BLOCK_K, EVEN_K)
+            scale_a = _load_mx_scale(a_scale, row_a, k0, a_stored, A, BLOCK_K)
+            scale_b = _load_mx_scale(b_scale, row_b, k0, b_stored, B, BLOCK_K)
+            acc = tl.dot_scaled(a, scale_a, A.element, tl.trans(b), scale_b, B.element, acc)
         else:
-            acc = tl.dot(a, tl.trans(b), acc)
+            acc = _multiply(
+                acc, a_ptr, a_scale, row_a, a_stored, stride_am, stride_ak, b_ptr, b_scale, row_b, b_stored, stride_bn, stride_bk,
+                k0, A, B, BLOCK_K, EVEN_K,
+            )  # fmt: skip
     if A.scaled_by_row:
         acc *= _fp8_scale(a_scale, row_a, 0, a_stored, A)[:, None]
     if B.scaled_by_row:

@@ -3,7 +3,7 @@
 Math      as kernels/reference/quantize.py, bit for bit
 Layout    x [rows, cols] by its strides, without a hidden copy;  copies as `QuantizedTensor` describes
 Cost      reads x once (FP8 scales that span an axis: twice); docs/performance.md has measurements
-Limits    GPU only. Round-to-nearest MXFP4 of bf16 takes quantize_mxfp4_bf16.py, everything else quantize_tile.py
+Limits    GPU only. Round-to-nearest MXFP4 of bf16 takes quantize_mxfp4_bf16.py on sm_90 and gfx950, all else quantize_tile.py
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from primus_turbo_plugin.precision.rounding import RoundingKey
 
 _TOKEN_BLOCKS, _COL_GROUPS, _FAST_WARPS = 4, 32, 4
 """Tile of the fast kernel: 128 tokens x 128 columns, a warp a token block. Measured on one H200: docs/performance.md."""
+_FAST_TARGETS = ("sm90", "gfx950")
+"""Elsewhere the portable rounding in registers takes LLVM many minutes to compile (gfx942 and gfx1250, Triton 3.8)."""
 _GROUP = 8
 """Token tiles side by side."""
 _MIN_TILE = 64
@@ -97,7 +99,7 @@ def quantize_both(
     _check(x, [copy.spec for copy in copies], key)
     if copies and x.numel():
         with torch.cuda.device(x.device):
-            if all(_is_fast(x, copy) for copy in copies):
+            if kernel_target(x.device.index) in _FAST_TARGETS and all(_is_fast(x, copy) for copy in copies):
                 _launch_fast(x, row, col)
             else:
                 _launch_tile(x, row, col)

@@ -19,6 +19,13 @@ def kernel_target(device_index: int) -> str:
     return "sm90" if properties.major >= 9 else "generic"
 
 
+@functools.cache
+def has_scaled_matrix_units(device_index: int) -> bool:
+    """Whether Triton's `dot_scaled` uses MX matrix instructions on this GPU."""
+    properties = torch.cuda.get_device_properties(device_index)
+    return torch.version.hip is not None and properties.gcnArchName.split(":")[0] in ("gfx950", "gfx1250")
+
+
 def refusal(device: str) -> str | None:
     """Why Triton kernels cannot run on tensors of this device type, or None."""
     if device != "cuda":
