@@ -238,24 +238,40 @@ def check_resumed(options: argparse.Namespace, whole: Run, resumed: Run) -> str:
     )
 
 
+def smooth(values: list[float], keep: float = 0.85) -> list[float]:
+    """Exponential moving average, started at the first value."""
+    return list(itertools.accumulate(values, lambda mean, value: keep * mean + (1 - keep) * value))
+
+
 def draw(runs: list[Run], picture: Path) -> None:
-    """Training loss of every recipe, validation loss as dots."""
+    """Above: loss of every recipe, training smoothed, validation as dots. Below: what each loses to the first."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5), dpi=120)
-    for run, color in zip(runs, plt.rcParams["axes.prop_cycle"].by_key()["color"]):
-        axes.plot(list(run.losses), list(run.losses.values()), color=color, linewidth=1.2, alpha=0.8, label=run.recipe)
-        axes.plot(
-            list(run.validation), list(run.validation.values()), "o", color=color, label=f"{run.recipe} validation"
-        )
-    axes.set(
-        xlabel="step", ylabel="loss (nats a token)", title="The same model and batches, one curve a precision recipe"
-    )
-    axes.grid(alpha=0.3)
-    axes.legend()
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), dpi=120, sharex=True, height_ratios=(3, 1))
+    colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
+    for run, color, style in zip(runs, colors, itertools.cycle(("-", "--", ":"))):
+        steps, losses = list(run.losses), list(run.losses.values())
+        above.plot(steps, losses, color=color, linewidth=0.6, alpha=0.3)
+        above.plot(steps, smooth(losses), style, color=color, linewidth=2, label=f"{run.recipe}, training (smoothed)")
+        dots = {
+            "color": color,
+            "markerfacecolor": "none" if style != "-" else color,
+            "label": f"{run.recipe}, validation",
+        }
+        above.plot(list(run.validation), list(run.validation.values()), "o", markersize=9, **dots)
+        if run is not runs[0]:
+            gap = [loss - runs[0].losses[step] for step, loss in run.losses.items()]
+            below.plot(steps, gap, color=color, linewidth=0.6, alpha=0.4)
+            below.plot(steps, smooth(gap), color=color, linewidth=2)
+    below.axhline(0, color=colors[0], linewidth=1)
+    above.set(ylabel="loss (nats a token)", title="The same model and batches, one curve a precision recipe")
+    below.set(xlabel="step", ylabel=f"minus {runs[0].recipe}")
+    above.legend()
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
     figure.savefig(picture, bbox_inches="tight")
     plt.close(figure)
 

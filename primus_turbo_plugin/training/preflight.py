@@ -35,6 +35,7 @@ def check(args: argparse.Namespace) -> ResolvedConfig:
     turbo = resolve(args, os.environ)
     _check_job(args)
     _check_parallelism(args)
+    _check_experts(args)
     _check_batch(args)
     _check_data(args)
     if args.load is not None and args.rank == 0:
@@ -76,6 +77,15 @@ def _check_parallelism(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--seq-length {args.seq_length} must be a multiple of {shards}, because the sequence is cut "
             f"for tensor ({tp}) and context ({cp}) parallelism. Take {_next_multiple(args.seq_length, shards)}."
+        )
+
+
+def _check_experts(args: argparse.Namespace) -> None:
+    etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    if args.device == "cpu" and args.num_experts and etp > 1:
+        raise ConfigError(
+            f"--expert-tensor-parallel-size {etp}: gathers a different number of tokens from every rank, which gloo cannot. "
+            "Pass --expert-tensor-parallel-size 1 with --device cpu."
         )
 
 

@@ -71,7 +71,7 @@ def _dispatch(argv: Sequence[str]) -> None:
         if run.nproc is not None:
             raise ConfigError("--nproc: processes are started already (RANK is set, as by torchrun); leave it out")
         train(rest)
-    elif run.nproc in (None, 1) or {"-h", "--help"} & set(argv):
+    elif run.nproc is None or {"-h", "--help"} & set(argv):
         _train_alone(rest)
     elif run.nproc < 1:
         raise ConfigError(f"--nproc: at least 1, got {run.nproc}")
@@ -99,10 +99,20 @@ def require_training_loop() -> None:
 
 
 def _train_alone(argv: Sequence[str]) -> None:
+    """The only rank, in this very process: the one to put a debugger on."""
     with tempfile.TemporaryDirectory(prefix="turbo-rank-") as folder:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        os.environ[launch.STORE_VARIABLE] = str(Path(folder) / "store")
-        train(argv)
+        environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        environment[launch.STORE_VARIABLE] = str(Path(folder) / "store")
+        before = {name: os.environ.get(name) for name in environment}
+        os.environ.update(environment)
+        try:
+            train(argv)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def train(argv: Sequence[str]) -> None:
