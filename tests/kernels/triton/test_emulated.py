@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for AMD GPUs and executed by the emulator, against the reference; and what the compiler made of them.
+"""The Triton kernels compiled for AMD GPUs and executed by the emulator, against the reference; what the compiler made of them.
 
 Nothing here needs or stands in for an AMD GPU: it shows that the compiled code computes the right bytes, without races, spills or
 scratch, and says nothing about its speed.
@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton", reason="compiling needs triton, which is not installed")
 
 from primus_turbo_plugin import amdgcn
+from primus_turbo_plugin.amdgcn.faults import AssemblyError
 from primus_turbo_plugin.kernels.reference import quantize as reference
 from primus_turbo_plugin.kernels.triton import gemm, quantize
 from primus_turbo_plugin.kernels.triton.gemm_kernel import gemm_nt_kernel
@@ -40,7 +41,9 @@ TILE_PAIRS: list[Pair] = [
 """FP8 tensorwise is left out: its scalar atomic uses s_ff1_i32_b64, which the emulator does not know."""
 
 
-def _compile_and_launch(kernel: Any, arch: str, grid: Any, args: dict[str, Any], constants: dict[str, Any], **options: Any) -> Any:
+def _compile_and_launch(
+    kernel: Any, arch: str, grid: Any, args: dict[str, Any], constants: dict[str, Any], **options: Any
+) -> Any:
     compiled = amdgcn.compile(kernel, arch, args, constants, **options)
     amdgcn.launch(compiled, grid, args)
     report = amdgcn.isa_report(compiled)
@@ -100,7 +103,8 @@ def test_the_tile_kernel_equals_the_reference_in_every_byte(arch, pair, rng) -> 
     block_m, block_n = quantize.tile_shape(row.meta, col.meta)
     grid = (-(-max(70, col.padded) // block_m), -(-max(100, row.padded) // block_n))
     amax = {"row_amax": row.amax_buffer(), "col_amax": col.amax_buffer()}
-    shared = {"x_ptr": x, "row_signs": row.signs, "col_signs": col.signs, "rows": 70, "cols": 100, "stride_row": 100, "stride_col": 1}
+    shared = {"x_ptr": x, "row_signs": row.signs, "col_signs": col.signs}
+    shared |= {"rows": 70, "cols": 100, "stride_row": 100, "stride_col": 1}
     tile = {"BLOCK_M": block_m, "BLOCK_N": block_n}
     if any(buffer is not None for buffer in amax.values()):
         metas = {"ROW": row.meta if row.meta.needs_amax else None, "COL": col.meta if col.meta.needs_amax else None}
@@ -128,7 +132,10 @@ GEMM_SPECS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("specs", GEMM_SPECS, ids=lambda specs: " x ".join(map(str, specs)))
-def test_the_gemm_is_exact_up_to_the_order_of_additions(arch, specs, rng) -> None:
+def test_the_gemm_is_exact_up_to_the_order_of_additions(arch, specs, rng, request) -> None:
+    if arch == "gfx942" and specs == GEMM_SPECS[1]:
+        reason = "the emulator does not read sext() of an SDWA operand"
+        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssemblyError, strict=True))
     m, n, k = 70, 66, 256
     plain = [torch.randn(rows, k, generator=rng).bfloat16() for rows in (m, n)]
     a, b = (x if spec is None else reference.quantize(x, spec) for x, spec in zip(plain, specs))
