@@ -113,7 +113,7 @@ def test_failing_kernel_exits_1(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert {item["backend"] for item in data["selftest"] if item["outcome"] == "failed"} == {"torch"}
 
 
-@pytest.mark.parametrize("arguments", [["diagnose"], ["isa"], []])
+@pytest.mark.parametrize("arguments", [["diagnose"], ["selftest"], []])
 def test_unknown_or_missing_command_exits_2_and_lists_those_that_exist(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
