@@ -10,7 +10,16 @@ import torch
 import torch.distributed as dist
 
 from tests.megatron.test_models import MLA, MOE
-from tests.megatron.tiny_gpt import Job, bare, build, make_config, relative_difference, start, train
+from tests.megatron.tiny_gpt import (
+    Job,
+    _write_in_this_process,
+    bare,
+    build,
+    make_config,
+    relative_difference,
+    start,
+    train,
+)
 from tests.support.distributed import RankInfo, ranks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -125,6 +134,29 @@ def test_plain_state_dict_of_the_local_spec_loads(rank_info: RankInfo, kind: str
     assert not missing.unexpected_keys
     values = sorted(float(value.sum()) for value in local.parameters.values())
     assert values == sorted(float(value.sum()) for value in other.parameters.values())
+
+
+@ranks(world_size=1, megatron=True)
+def test_checkpoint_with_transformer_engines_extra_states_loads(rank_info: RankInfo, tmp_path: Path) -> None:
+    """Its modules write an `_extra_state` for every norm and core attention too; there is nothing in them for BF16 or MX."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    folder = tmp_path / "engine"
+    job = Job(steps=1, seed=rank_info.seed)
+    written = train(job)
+    state = bare(written.models[0]).sharded_state_dict()
+    for layer in range(2):
+        for module in ("self_attention.core_attention", "mlp.linear_fc1.norm"):
+            key = f"decoder.layers.{layer}.{module}._extra_state"
+            name = f"decoder.layers.{module}._extra_state"
+            state[key] = ShardedObject(name, torch.zeros(4, dtype=torch.uint8), (2,), (layer,), replica_id=(0, 0, 0))
+    _write_in_this_process()
+    folder.mkdir()
+    dist_checkpointing.save({"model": state}, str(folder))
+    read = train(job.but(steps=0, seed=rank_info.seed + 1, load=str(folder), optimizer_state=False))
+    for name, value in written.parameters.items():
+        assert torch.equal(read.parameters[name], value), name
 
 
 def _means(history: list[list[float]]) -> list[list[float]]:

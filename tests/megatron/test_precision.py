@@ -17,9 +17,11 @@ from tests.megatron.tiny_gpt import (
     VOCAB,
     Job,
     Result,
+    bare,
     build,
     make_config,
     relative_difference,
+    run_steps,
     start,
     train,
 )
@@ -168,6 +170,37 @@ def test_quantised_weights_are_never_stale(rank_info: RankInfo) -> None:
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     for other in [job.but(distributed_optimizer=True), job.but(distributed_optimizer=True, ddp=overlap)]:
         same_numbers(train(other), plain)
+
+
+@ranks(world_size=1, megatron=True)
+def test_weights_loaded_between_steps_are_quantised_afresh(rank_info: RankInfo) -> None:
+    """Megatron copies loaded weights into its buffers; the copies made before must not be used again."""
+    initial: dict[str, Tensor] = {}
+
+    def keep(models: list[Any]) -> None:
+        initial.update({name: value.clone() for name, value in models[0].state_dict().items() if value is not None})
+
+    model = {**WIDE, "num_layers": 2}
+    job = Job(model=model, turbo={"precision": "mxfp4"}, steps=3, seed=rank_info.seed, on_model=keep)
+    for distributed in (False, True):
+        first = train(job.but(distributed_optimizer=distributed))
+        bare(first.models[0]).load_state_dict(initial, strict=False)
+        first.optimizer.reload_model_params()
+        again, _ = run_steps(job.but(steps=1), first.config, first.models, first.optimizer)
+        assert again[0] == first.losses[0]
+        assert again[0] != first.losses[2]
+
+
+@ranks(world_size=1, megatron=True)
+def test_stochastic_rounding_is_not_ignored(rank_info: RankInfo) -> None:
+    """It is drawn anew for every step and seed, and repeats with the seed of the run."""
+    stochastic = {"precision": {"preset": "mxfp4", "dy": {"rounding": "stochastic"}}}
+    job = Job(model={**WIDE, "num_layers": 2}, steps=2, seed=rank_info.seed)
+    nearest, one = train(job.but(turbo={"precision": "mxfp4"})), train(job.but(turbo=stochastic))
+    other = train(job.but(turbo={**stochastic, "rounding_seed": 1}))
+    assert one.losses == train(job.but(turbo=stochastic)).losses
+    assert nearest.losses[0] == one.losses[0] == other.losses[0], "only gradients are rounded stochastically"
+    assert len({nearest.gradient_norms[0][0], one.gradient_norms[0][0], other.gradient_norms[0][0]}) == 3
 
 
 @pytest.mark.slow
