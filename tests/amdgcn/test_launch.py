@@ -58,6 +58,11 @@ def test_a_load_past_the_end_names_instruction_buffer_and_byte(size: int) -> Non
         launch(compiled, 1, [np.zeros(size, np.int32), np.zeros(64, np.int32)])
 
 
+def test_one_byte_past_the_end_is_too_many() -> None:
+    with pytest.raises(OutOfBoundsError, match=r"at byte 252 of buffer 'arg0', which has 255 bytes; 1 lane"):
+        launch(kernel("gfx950", INCREMENT, pointers=2), 1, [np.zeros(255, np.uint8), np.zeros(64, np.int32)])
+
+
 def test_a_store_past_the_end_is_an_error() -> None:
     with pytest.raises(OutOfBoundsError, match=r"global_store_dword.*write of 4 bytes.*buffer 'arg1'"):
         launch(kernel("gfx950", INCREMENT, pointers=2), 1, [np.zeros(64, np.int32), np.zeros(63, np.int32)])
@@ -184,6 +189,24 @@ def test_writing_over_what_another_wave_still_reads_is_reported() -> None:
     text = EXCHANGE.replace("    global_store", "    ds_write_b32 v1, v3\n    global_store")
     with pytest.raises(RaceError, match="WAR race"):
         launch(kernel("gfx950", text, waves=2, lds=512), 1, [np.zeros(128, np.int32)])
+
+
+def test_a_wave_may_not_write_what_it_and_another_wave_read() -> None:
+    """Both waves read everything; the last to read is not the only one."""
+    body = """
+        v_mov_b32 v1, 0
+        v_lshrrev_b32 v2, 6, v0
+        v_readfirstlane_b32 s6, v2
+        ds_read_b32 v3, v1
+        s_waitcnt lgkmcnt(0)
+        s_cmp_eq_u32 s6, 0
+        s_cbranch_scc1 done
+        ds_write_b32 v1, v0
+        done:
+        s_nop 0
+    """
+    with pytest.raises(RaceError, match="WAR race"):
+        launch(kernel("gfx950", body, waves=2, lds=64), 1, [np.zeros(1, np.int32)])
 
 
 def test_two_waves_may_write_the_same_bytes_but_not_different_ones() -> None:

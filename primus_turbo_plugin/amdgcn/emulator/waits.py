@@ -121,7 +121,7 @@ class WaitCounters:
 
     def check(self, instruction: Instruction, registers: Iterable[Register]) -> None:
         """Raise if one of the registers is still being loaded for a chosen wave; forget loads that are done."""
-        for register in registers:
+        for register in sorted(registers, key=lambda item: item[1]):
             outstanding = self.pending.get(register)
             if not outstanding:
                 continue

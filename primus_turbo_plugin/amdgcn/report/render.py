@@ -59,11 +59,9 @@ def rows(report: IsaReport) -> list[tuple[str, str]]:
         ),
     ]
     if report.mca is not None:
+        clocks, share = report.mca.clocks, report.mca.matrix_share
         result.append(
-            (
-                "LLVM MCA",
-                f"{report.mca.clocks:g} clocks an iteration of one wave, matrix unit busy {report.mca.matrix_share:.1%} (simulated)",
-            )
+            ("LLVM MCA", f"simulated: {clocks:g} clocks an iteration of one wave, matrix unit busy {share:.1%}")
         )
     return result
 
