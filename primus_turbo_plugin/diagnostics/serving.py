@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from primus_turbo_plugin.devices import FORMATS, Device
 from primus_turbo_plugin.errors import UnsupportedError
-from primus_turbo_plugin.kernels.registry import Choice, KernelRegistry
+from primus_turbo_plugin.kernels.registry import Backend, Choice, KernelRegistry
 from primus_turbo_plugin.kernels.requests import GemmRequest, QuantizeRequest, Request
 from primus_turbo_plugin.precision.module_plan import KernelOrders
 from primus_turbo_plugin.precision.presets import GEMM_OPERANDS
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.recipe import LinearPrecision
-
-#: The backend that multiplies quantised operands by decoding them; every other one uses the device's matrix units.
-DECODING_BACKEND = "reference"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,29 +47,26 @@ def gemm_formats(request: Request) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(kind.format) if isinstance(kind, QuantSpec) else "bf16" for kind in kinds))
 
 
-def emulation(device: Device, format_name: str, backend: str) -> str | None:
-    """Why `backend` emulates GEMMs of a format on this device; None where it does not."""
-    hardware = device.capabilities.emulation(format_name)
-    if hardware is None and backend == DECODING_BACKEND:
-        hardware = f"no kernel of this version uses {device.capabilities.arch}'s {format_name} units"
-    if hardware is None:
+def emulation(device: Device, formats: tuple[str, ...], backend: Backend[Any]) -> str | None:
+    """Why `backend` emulates GEMMs of operands in these formats on this device; None where nothing is quantised, or it does not."""
+    quantized = [name for name in formats if name != "bf16"]
+    arch = device.capabilities.arch
+    if not quantized or set(formats) <= set(backend.matrix_units.get(arch, ())):
         return None
-    return f"emulated by dequantising, numerics equal, no speed-up: {hardware}"
+    missing = [why for name in quantized if (why := device.capabilities.emulation(name)) is not None]
+    why = missing[0] if missing else f"{backend.name} does not use {arch}'s units for {' x '.join(formats)}"
+    return f"emulated by dequantising, numerics equal, no speed-up: {why}"
 
 
 def describe(choice: Choice, device: Device) -> Served:
     """A registry's choice as the report shows it."""
     formats = gemm_formats(choice.request)
-    reasons: list[str] = []
-    if choice.backend is not None:
-        name = choice.backend.name
-        reasons = [why for item in formats if item != "bf16" and (why := emulation(device, item, name))]
     return Served(
         op=choice.request.op,
         request=str(choice.request),
         formats=formats,
         backend=choice.backend.name if choice.backend else None,
-        emulated=reasons[0] if reasons else None,
+        emulated=emulation(device, formats, choice.backend) if choice.backend else None,
         refusals=tuple(choice.refusals.items()),
     )
 

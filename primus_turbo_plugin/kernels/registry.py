@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
 
@@ -42,12 +42,15 @@ class Backend(Generic[RequestT]):
         request: The request type it answers; names the op.
         kernels: Module (or namespace) with the functions that `request.functions` lists.
         supports: None when the request can be served, otherwise the reason why not.
+        matrix_units: Architecture -> quantised formats that a product of two such operands multiplies on the GPU's own units for
+            them. Everything else is decoded first, which the report calls emulation.
     """
 
     name: str
     request: type[RequestT]
     kernels: Any
     supports: Callable[[RequestT], str | None]
+    matrix_units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def op(self) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,7 +18,7 @@ from primus_turbo_plugin.diagnostics.serving import (
 )
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.functional.linear_kernels import LinearKernels
-from primus_turbo_plugin.kernels.registry import default_registry
+from primus_turbo_plugin.kernels.registry import Backend, default_registry
 from primus_turbo_plugin.kernels.requests import GemmRequest, QuantizeRequest
 from primus_turbo_plugin.precision.config import TurboConfig
 from primus_turbo_plugin.precision.module_plan import KernelOrders
@@ -25,9 +28,13 @@ from primus_turbo_plugin.precision.recipe import Recipe
 from tests.diagnostics.machines import device, fake_backend, registry_with
 
 
-def summary(arch: str, *native_backends: str) -> dict[str, str]:
-    registry = registry_with(*(fake_backend(name) for name in native_backends))
-    return format_summary(device(arch), who_serves(registry, device(arch)))
+def summary(arch: str, *native_backends: Backend[Any], only: tuple[str, ...] | None = None) -> dict[str, str]:
+    orders = {"gemm_nt": only} if only else None
+    return format_summary(device(arch), who_serves(registry_with(*native_backends), device(arch), orders))
+
+
+def native(arch: str, *formats: str) -> Backend[Any]:
+    return dataclasses.replace(fake_backend("native"), matrix_units={arch: formats})
 
 
 def test_quantised_formats_are_emulated_on_a_cpu_and_bf16_is_not() -> None:
@@ -37,19 +44,28 @@ def test_quantised_formats_are_emulated_on_a_cpu_and_bf16_is_not() -> None:
         assert found[name].startswith("emulated by dequantising, numerics equal, no speed-up: cpu has no")
 
 
-def test_mxfp4_on_an_h200_is_emulated_whoever_multiplies_it() -> None:
-    """A kernel cannot use units the device lacks."""
-    assert summary("sm90", "triton")["mxfp4"] == (
+def test_a_format_without_units_is_emulated_whoever_multiplies_it() -> None:
+    assert summary("sm90")["mxfp4"] == (
         "emulated by dequantising, numerics equal, no speed-up: sm90 has no MXFP4 matrix units"
     )
-    assert summary("sm90", "triton")["fp8"] == "native, by triton"
-    assert summary("gfx942", "triton")["fp8"].endswith("the FP8 units of gfx942 read the FNUZ encoding, not OCP")
+    assert summary("gfx942")["fp8"].endswith("the FP8 units of gfx942 read the FNUZ encoding, not OCP")
 
 
-def test_device_with_units_is_still_emulated_while_only_the_reference_multiplies() -> None:
-    assert "no kernel of this version uses gfx950's mxfp4 units" in summary("gfx950")["mxfp4"]
+def test_a_device_with_units_is_emulated_where_the_backend_decodes() -> None:
+    """No kernel of this version uses FP8 units; to call Triton's FP8 GEMM native would promise a speed-up it has not."""
+    assert summary("sm90")["fp8"].endswith("no speed-up: triton does not use sm90's units for fp8")
+    assert summary("sm90", native("sm90", "fp8"))["fp8"] == "native, by native"
+    assert "reference does not use gfx950's units for mxfp4" in summary("gfx950", only=("reference",))["mxfp4"]
     assert summary("gfx950")["bf16"] == "native, by torch"
-    assert summary("gfx950", "triton")["mxfp4"] == "native, by triton"
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "gfx1250"])
+def test_triton_multiplies_two_mx_operands_on_the_scaled_matrix_units(arch: str) -> None:
+    assert summary(arch)["mxfp4"] == summary(arch)["mxfp8"] == "native, by triton"
+    triton = default_registry().backend("gemm_nt", "triton")
+    assert emulation(device(arch), ("mxfp4", "mxfp8"), triton) is None
+    assert "units for bf16 x mxfp8" in str(emulation(device(arch), ("bf16", "mxfp8"), triton))
+    assert emulation(device(arch), ("bf16",), triton) is None
 
 
 def test_format_nobody_serves_shows_every_backends_reason() -> None:
@@ -70,11 +86,6 @@ def test_one_order_for_all_ops_may_name_backends_some_ops_lack() -> None:
 def test_order_with_an_unknown_backend_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"refrence.*Did you mean 'reference'"):
         who_serves(default_registry(), device("cpu"), {"gemm_nt": ("refrence",)})
-
-
-def test_only_the_reference_decodes() -> None:
-    assert emulation(device("gfx950"), "mxfp8", "triton") is None
-    assert emulation(device("gfx950"), "mxfp8", "reference") is not None
 
 
 def test_formats_of_a_request() -> None:

@@ -15,7 +15,7 @@ from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt
 from primus_turbo_plugin.kernels.reference.gemm import _common_length
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import GemmRequest
-from primus_turbo_plugin.kernels.triton.targets import has_scaled_matrix_units, refusal
+from primus_turbo_plugin.kernels.triton.targets import SCALED_MATRIX_UNITS, has_scaled_matrix_units, refusal
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
@@ -140,4 +140,10 @@ def _buffers(operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
     return operand, None
 
 
-BACKEND = Backend(name="triton", request=GemmRequest, kernels=sys.modules[__name__], supports=supports)
+BACKEND = Backend(
+    name="triton",
+    request=GemmRequest,
+    kernels=sys.modules[__name__],
+    supports=supports,
+    matrix_units=SCALED_MATRIX_UNITS,
+)

@@ -19,11 +19,15 @@ def kernel_target(device_index: int) -> str:
     return "sm90" if properties.major >= 9 else "generic"
 
 
+SCALED_MATRIX_UNITS = {"gfx950": ("mxfp8", "mxfp4"), "gfx1250": ("mxfp8", "mxfp4")}
+"""Architecture -> MX formats for which `dot_scaled` becomes scaled matrix instructions, both operands being MX."""
+
+
 @functools.cache
 def has_scaled_matrix_units(device_index: int) -> bool:
     """Whether Triton's `dot_scaled` uses MX matrix instructions on this GPU."""
     properties = torch.cuda.get_device_properties(device_index)
-    return torch.version.hip is not None and properties.gcnArchName.split(":")[0] in ("gfx950", "gfx1250")
+    return torch.version.hip is not None and properties.gcnArchName.split(":")[0] in SCALED_MATRIX_UNITS
 
 
 def refusal(device: str) -> str | None:
