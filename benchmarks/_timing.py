@@ -57,9 +57,7 @@ class Row:
         )
 
 
-HEADER = (
-    f"{'op':22} {'shape':30} {'backend':34} {'us':>9} [{'p20':>8} {'p80':>8}] {'rate':>12} {'% roof':>6} {'speed':>8}  ok"
-)
+HEADER = f"{'op':22} {'shape':30} {'backend':34} {'us':>9} [{'p20':>8} {'p80':>8}] {'rate':>12} {'% roof':>6} {'speed':>8}  ok"
 
 
 def measure(function: Callable[[int], object], num_sets: int = 1) -> tuple[float, float, float]:
@@ -119,7 +117,9 @@ def describe_machine() -> str:
     properties = torch.cuda.get_device_properties(0)
     arch = getattr(properties, "gcnArchName", f"sm_{properties.major}{properties.minor}")
     root = Path(__file__).resolve().parents[1]
-    commit = subprocess.run(["git", "-C", root, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "-C", root, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
     return (
         f"{properties.name} ({arch}), torch {torch.__version__}, triton {triton.__version__}, "
         f"commit {commit.stdout.strip() or 'unknown'}, cold L2 (rotating inputs), median of {SAMPLES} graph replays"

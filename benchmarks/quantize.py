@@ -76,9 +76,13 @@ def _turbo_rows(inputs: list[torch.Tensor], shape: str, roof: float) -> Iterator
         yield _row(op, shape, "primus_turbo triton", times, _bytes(inputs[0], specs), roof, ok)
 
 
-def _row(op: str, shape: str, backend: str, times: tuple[float, float, float], num_bytes: float, roof: float, ok: str) -> Row:
+def _row(
+    op: str, shape: str, backend: str, times: tuple[float, float, float], num_bytes: float, roof: float, ok: str
+) -> Row:
     us, low, high = times
-    return Row(op=op, shape=shape, backend=backend, us=us, us_p20=low, us_p80=high, bytes=num_bytes, flops=0, roof=roof, ok=ok)
+    return Row(
+        op=op, shape=shape, backend=backend, us=us, us_p20=low, us_p80=high, bytes=num_bytes, flops=0, roof=roof, ok=ok
+    )
 
 
 def _copy_row(inputs: list[torch.Tensor], shape: str, roof: float) -> Row:
@@ -106,7 +110,10 @@ def _torchao_rows(inputs: list[torch.Tensor], shape: str, roof: float) -> Iterat
         return *row(x, rule), *row(rotated.t().contiguous(), rule)
 
     for op, function, specs in (("mxfp4 row", row, (_ROW, None)), ("mxfp4 row+col H16", both, (_ROW, _COL))):
-        variants = [("eager", function, "even"), *(("compiled", torch.compile(function, dynamic=False), r) for r in rules)]
+        variants = [
+            ("eager", function, "even"),
+            *(("compiled", torch.compile(function, dynamic=False), r) for r in rules),
+        ]
         for name, call, rule in variants:
             want = reference.quantize(inputs[0][:_CHECK_TOKENS], QuantSpec(format="mxfp4", scale_rule=rule))
             backend = f"torchao {name}, {rule} rule"
@@ -117,7 +124,9 @@ def _torchao_rows(inputs: list[torch.Tensor], shape: str, roof: float) -> Iterat
                 continue
             same = torch.equal(data[:_CHECK_TOKENS].view(torch.uint8), want.data)
             same &= torch.equal(scale[:_CHECK_TOKENS].view(torch.uint8), want.block_scale)
-            ok = ("row copy bit-equal" if same else "row copy DIFFERS") + (", column in bf16" if function is both else "")
+            ok = ("row copy bit-equal" if same else "row copy DIFFERS") + (
+                ", column in bf16" if function is both else ""
+            )
             times = measure_launches(lambda call=call, rule=rule: call(inputs[0], rule))
             yield _row(op, shape, backend, times, _bytes(inputs[0], specs), roof, ok)
             if name == "compiled":

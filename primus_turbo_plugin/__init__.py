@@ -17,7 +17,7 @@ _LAZY = {
     "hybrid_stack_spec": "primus_turbo_plugin.specs.hybrid",
 }
 
-__all__ = ["__version__", *sorted(_LAZY)]
+__all__ = ["Recipe", "TurboConfig", "__version__", "gpt_layer_spec", "hybrid_stack_spec"]
 
 if TYPE_CHECKING:
     from primus_turbo_plugin.precision.config import TurboConfig

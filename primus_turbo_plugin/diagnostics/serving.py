@@ -48,7 +48,7 @@ def gemm_formats(request: Request) -> tuple[str, ...]:
 
 
 def emulation(device: Device, formats: tuple[str, ...], backend: Backend[Any]) -> str | None:
-    """Why `backend` emulates GEMMs of operands in these formats on this device; None where nothing is quantised, or it does not."""
+    """Why `backend` emulates GEMMs of operands in these formats on this device; None where it need not."""
     quantized = [name for name in formats if name != "bf16"]
     arch = device.capabilities.arch
     if not quantized or set(formats) <= set(backend.matrix_units.get(arch, ())):

@@ -106,7 +106,11 @@ def supports(request: GemmRequest) -> str | None:
     allowed = {torch.bfloat16} if quantized else {torch.bfloat16, torch.float16}
     if len(plain) > 1 or plain - allowed:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in plain))
-        partner = "a quantised operand is multiplied with bf16" if quantized else "plain operands must both be bf16 or both fp16"
+        partner = (
+            "a quantised operand is multiplied with bf16"
+            if quantized
+            else "plain operands must both be bf16 or both fp16"
+        )
         return f"{partner}, got {names}"
     return None
 

@@ -37,7 +37,9 @@ def _e2m1_to_bf16(byte):
 
 
 @triton.jit
-def _load_stored(ptr, row, k0, stored, stride_row, stride_k, META: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+def _load_stored(
+    ptr, row, k0, stored, stride_row, stride_k, META: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr
+):
     """A tile as it is stored, `[rows, BLOCK_K]` or FP4 `[rows, BLOCK_K / 2]`, zero past the stored contraction."""
     per_byte: tl.constexpr = 2 if META.element == "e2m1" else 1
     item = k0 // per_byte + tl.arange(0, BLOCK_K // per_byte)

@@ -31,7 +31,10 @@ Pair = tuple[QuantSpec, QuantSpec]
 
 MXFP4_PAIRS: list[Pair] = [
     (QuantSpec(format="mxfp4"), QuantSpec(format="mxfp4", hadamard=16)),
-    (QuantSpec(format="mxfp4", block="32x32", scale_rule="floor"), QuantSpec(format="mxfp4", block="32x32", scale_rule="floor")),
+    (
+        QuantSpec(format="mxfp4", block="32x32", scale_rule="floor"),
+        QuantSpec(format="mxfp4", block="32x32", scale_rule="floor"),
+    ),
 ]
 TILE_PAIRS: list[Pair] = [
     (QuantSpec(format="mxfp4", scale_rule="rceil"), QuantSpec(format="mxfp4", hadamard=32, random_signs=True)),

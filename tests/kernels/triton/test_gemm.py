@@ -139,7 +139,9 @@ def test_empty_products() -> None:
     a, b = torch.zeros(3, 0, device="cuda").bfloat16(), torch.zeros(5, 0, device="cuda").bfloat16()
     bias = torch.arange(5.0, device="cuda")
     assert torch.equal(turbo.gemm_nt(a, b, out_dtype=torch.float32, bias=bias), bias.expand(3, 5))
-    assert turbo.gemm_nt(torch.zeros(0, 8, device="cuda").bfloat16(), b.new_zeros(5, 8), out_dtype=torch.float32).shape == (0, 5)
+    assert turbo.gemm_nt(
+        torch.zeros(0, 8, device="cuda").bfloat16(), b.new_zeros(5, 8), out_dtype=torch.float32
+    ).shape == (0, 5)
 
 
 def test_what_it_cannot_multiply_is_refused_with_a_reason() -> None:

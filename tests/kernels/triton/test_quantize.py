@@ -21,7 +21,10 @@ MXFP4 = QuantSpec(format="mxfp4")
 RULES = ("floor", "even", "ceil", "rceil")
 
 FAST_PAIRS = [
-    *[(QuantSpec(format="mxfp4", scale_rule=rule), QuantSpec(format="mxfp4", scale_rule=rule, hadamard=16)) for rule in RULES],
+    *[
+        (QuantSpec(format="mxfp4", scale_rule=rule), QuantSpec(format="mxfp4", scale_rule=rule, hadamard=16))
+        for rule in RULES
+    ],
     (MXFP4, QuantSpec(format="mxfp4", hadamard=32, random_signs=True)),
     (QuantSpec(format="mxfp4", block="32x32"), QuantSpec(format="mxfp4", block="32x32", scale_rule="floor")),
     (MXFP4, None),
@@ -33,7 +36,10 @@ GENERAL_PAIRS = [
     (QuantSpec(format="mxfp4", hadamard=16), QuantSpec(format="mxfp4", hadamard=128, rounding="stochastic")),
     (QuantSpec(format="mxfp4", block="32x32"), QuantSpec(format="mxfp4", block="32x32", hadamard=16)),
     (QuantSpec(format="mxfp8"), QuantSpec(format="mxfp8", element="e5m2", rounding="stochastic")),
-    (QuantSpec(format="mxfp8", scale_rule="even", block="32x32"), QuantSpec(format="mxfp8", hadamard=32, random_signs=True)),
+    (
+        QuantSpec(format="mxfp8", scale_rule="even", block="32x32"),
+        QuantSpec(format="mxfp8", hadamard=32, random_signs=True),
+    ),
     (QuantSpec(format="fp8"), QuantSpec(format="fp8", element="e5m2", block="rowwise", rounding="stochastic")),
     (QuantSpec(format="fp8", block="1x128"), QuantSpec(format="fp8", block="128x128", element="e5m2")),
     (QuantSpec(format="fp8", block="rowwise", hadamard=16), QuantSpec(format="fp8", hadamard=64, random_signs=True)),
@@ -106,7 +112,9 @@ def test_every_finite_bf16_value_rounds_as_the_reference_rounds_it(rule, rng) ->
 
 
 @needs_gpu
-@pytest.mark.parametrize("pair", [FAST_PAIRS[1], GENERAL_PAIRS[2], GENERAL_PAIRS[4], GENERAL_PAIRS[5]], ids=lambda p: str(p[0]))
+@pytest.mark.parametrize(
+    "pair", [FAST_PAIRS[1], GENERAL_PAIRS[2], GENERAL_PAIRS[4], GENERAL_PAIRS[5]], ids=lambda p: str(p[0])
+)
 def test_nan_and_inf_mark_their_block_and_no_other(pair, rng) -> None:
     x = _values(128, 256, torch.bfloat16, rng)
     x[3, 5], x[40, 200], x[77, 0] = float("nan"), float("inf"), float("-inf")
