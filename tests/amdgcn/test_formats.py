@@ -54,7 +54,15 @@ def test_rounding_is_to_nearest_even_and_saturates_or_overflows(name: str, numbe
 
 def test_bfloat16_rounds_to_nearest_even_and_keeps_nan(numbers: np.random.Generator) -> None:
     values = numbers.standard_normal(1000).astype(np.float32)
-    values[:3] = [np.nan, np.inf, 3.4e38]
+    values[:7] = [
+        np.nan,
+        np.inf,
+        3.4e38,
+        1 + 2.0**-8,
+        1 + 3 * 2.0**-8,
+        -1 - 2.0**-8,
+        2.0**-130 + 2.0**-138,
+    ]  # four are ties
     want = values.astype(ml_dtypes.bfloat16).view(np.uint16)
     got = f32_to_bf16(values).astype(np.uint16)
     np.testing.assert_array_equal(got[1:], want[1:])

@@ -176,6 +176,30 @@ def test_a_barrier_orders_the_waves_of_a_group() -> None:
     assert out.tolist() == [i ^ 64 for i in range(128)]
 
 
+def test_a_wave_waits_at_the_barrier_for_one_that_comes_later_by_another_path() -> None:
+    body = """
+        s_load_dwordx2 s[4:5], s[0:1], 0x0
+        v_mov_b32 v1, 0
+        v_readfirstlane_b32 s6, v0
+        s_waitcnt lgkmcnt(0)
+        s_cmp_eq_u32 s6, 0
+        s_cbranch_scc1 writer
+        s_barrier
+        ds_read_b32 v2, v1
+        s_waitcnt lgkmcnt(0)
+        global_store_dword v1, v2, s[4:5]
+        s_endpgm
+        writer:
+        v_mov_b32 v3, 42
+        ds_write_b32 v1, v3
+        s_waitcnt lgkmcnt(0)
+        s_barrier
+    """
+    out = np.zeros(1, np.int32)
+    launch(kernel("gfx950", body, waves=2, lds=64), 1, [out])
+    assert out.tolist() == [42]
+
+
 def test_a_missing_barrier_is_reported_with_both_accesses() -> None:
     compiled = kernel("gfx950", EXCHANGE.replace("    s_barrier\n", ""), waves=2, lds=512)
     with pytest.raises(RaceError, match=r"RAW race on 128 LDS granule.*ds_read_b32 v3, v2 after.*ds_write_b32 v1, v0"):

@@ -198,6 +198,7 @@ def test_only_active_lanes_are_written(numbers: np.random.Generator) -> None:
 def test_sixteen_bit_results_clear_the_other_half_on_cdna_and_keep_it_on_gfx1250() -> None:
     for arch, text, want in (
         ("gfx950", "v_add_u16 v0, v1, v2", 0x0000_0005),
+        ("gfx950", "v_mad_u16 v0, v1, v2, v1 op_sel:[0,0,1,1]", 0x0007_1234),
         ("gfx1250", "v_add_nc_u16 v0.l, v1.l, v2.l", 0xABCD_0005),
         ("gfx1250", "v_add_nc_u16 v0.h, v1.l, v2.h", 0x0009_1234),
     ):

@@ -227,7 +227,7 @@ def fp4_inputs(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def isa_targets() -> list[KernelTarget]:
-    from tests.amdgcn.kernels.gemm import TYPES, reference
+    from tests.amdgcn.kernels.gemm import BF16_STEP, TYPES, reference
     from tests.amdgcn.kernels.mx_gemm import mx_reference
 
     targets = [
@@ -241,7 +241,7 @@ def isa_targets() -> list[KernelTarget]:
                        "A_K": layout[0] == "N", "B_K": layout[1] == "T", "NUM_WARPS": 4},
             types=TYPES,
             expected=reference(layout),
-            tolerance=4e-3,
+            tolerance=BF16_STEP,
             gate=IsaGate(required=("buffer_load_dwordx4 lds",), forbidden=("ds_write.*", "ds_read_u16.*"), bound_by="lds"),
         )
         for layout in ("NT", "NN", "TN")
@@ -256,7 +256,7 @@ def isa_targets() -> list[KernelTarget]:
             constants={"BM": 128, "BN": 128, "BK": 64, "BUFFERS": buffers, "BARRIER_OBJECT": barrier, "NUM_WARPS": 4},
             types=TYPES,
             expected=reference("NT"),
-            tolerance=4e-3,
+            tolerance=BF16_STEP,
             gate=IsaGate(required=("tensor_load_to_lds",), forbidden=("global_load.*",)),
         )
         for buffers, barrier in ((2, False), (3, False), (2, True))
@@ -271,7 +271,7 @@ def isa_targets() -> list[KernelTarget]:
             constants={"BM": 128, "BN": 128, "BK": 256},
             types={"c_ptr": "*bf16"},
             expected=mx_reference("e2m1", True),
-            tolerance=4e-3,
+            tolerance=BF16_STEP,
             gate=IsaGate(required=("v_wmma_scale_f32_32x16x128_f4", "tensor_load_to_lds")),
         )
     )

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from primus_turbo_plugin.amdgcn.emulator.isa.formats import E2M1, E4M3
 from primus_turbo_plugin.amdgcn.targets import KernelTarget, from_bf16, to_bf16
+from tests.amdgcn.kernels.gemm import BF16_STEP
 
 
 @triton.jit
@@ -140,7 +141,7 @@ def mx_target(
         options=lambda arch: {"num_stages": 2, **({"matrix_instr_nonkdim": 16} if arch == "gfx950" else {})},
         types={"c_ptr": "*bf16", **pointers},
         expected=mx_reference(fmt, k_major),
-        tolerance=4e-3,
+        tolerance=BF16_STEP,
     )
 
 
@@ -166,7 +167,7 @@ def isa_targets() -> list[KernelTarget]:
             options={"num_stages": 2},
             types={"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "c_ptr": "*bf16"},
             expected=fp8_reference,
-            tolerance=4e-3,
+            tolerance=BF16_STEP,
         )
     )
     return targets
