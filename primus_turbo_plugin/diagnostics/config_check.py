@@ -87,7 +87,8 @@ def _component_problems(config: TurboConfig, inventory: Inventory) -> Iterator[P
 
 
 def _serving_problems(config: TurboConfig, device: Device, registry: KernelRegistry) -> Iterator[Problem]:
-    """Recipes with a GEMM or a quantisation that no allowed backend does on this device."""
+    """What no allowed backend does on this device: GEMMs and quantisations of the recipes, norms, attention."""
+    yield from _component_serving_problems(config, device, registry)
     if config.linear != "turbo":
         return
     asked = [("precision", config.precision, config.kernels)]
@@ -99,3 +100,20 @@ def _serving_problems(config: TurboConfig, device: Device, registry: KernelRegis
         for missing in unserved(recipe.linear(), orders, registry, device.torch_device):
             remedy = f"Allow another backend for {missing.op!r} in 'kernels', or choose another recipe."
             yield Problem(where=f"{where}: {recipe.name}", what=f"{missing}.", remedy=remedy)
+
+
+def _component_serving_problems(config: TurboConfig, device: Device, registry: KernelRegistry) -> Iterator[Problem]:
+    """Norm and attention, where they are ours and the order of backends leaves out everyone who could serve them."""
+    for component in ("norm", "attention"):
+        if getattr(config, component) != "turbo":
+            continue
+        wanted = config.kernels.get(component)
+        choices = registry.explain(device.torch_device, {component: wanted} if wanted else None)
+        mine = [choice for choice in choices if choice.request.op == component]
+        if mine and not any(choice.backend for choice in mine):
+            reasons = "; ".join(f"{name}: {why}" for name, why in mine[0].refusals.items())
+            yield Problem(
+                where=f"kernels: {', '.join(wanted or ())}",
+                what=f"no allowed backend can do {mine[0].request} ({reasons}).",
+                remedy=f"Allow another backend for {component!r} in 'kernels', or set '{component}: megatron'.",
+            )

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from primus_turbo_plugin.communication.collectives import Group, all_gather, group_size, reduce_scatter
 from primus_turbo_plugin.errors import ShapeError
+from primus_turbo_plugin.functional.autocast import compute_dtype, no_autocast
 from primus_turbo_plugin.kernels.attention import (
     AttentionMask,
     AttentionOptions,
@@ -54,6 +55,8 @@ def attention(
 ) -> Tensor:
     """softmax(scale * q @ k.T + bias) @ v, with grouped keys, any mask, packed sequences, sinks and dropout.
 
+    Under autocast q, k and v are cast to its dtype; nothing inside is cast again.
+
     Args:
         q: `layout` names the dimensions: sequence, batch, heads, dim, with `t` the tokens of all packed sequences. Any
             strides.
@@ -78,6 +81,7 @@ def attention(
         ShapeError: Shapes or dtypes do not fit each other, or a sequence does not divide into the group's chunks.
         UnsupportedError: No backend of `kernels` can do it.
     """
+    q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
     mask = mask or AttentionMask()
     if context_group is not None and context_group.size() > 1:
         mask = replace(mask, zigzag=ZigZag(rank=context_group.rank(), size=context_group.size()))
@@ -88,7 +92,9 @@ def attention(
     request = AttentionRequest.of(q_view, k_view, v_view, options, bias=bias, sinks=sinks)
     backend = default_registry().select("attention", request, kernels)
     call = _Call(layout, options, context_group, backend.kernels)
-    return _Attention.apply(q, k, v, bias, sinks, call)
+    with no_autocast(q):
+        out: Tensor = _Attention.apply(q, k, v, bias, sinks, call)
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +138,21 @@ class _Attention(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, bias, sinks = ctx.saved_tensors
         call: _Call = ctx.call
-        keys, values = _whole(k, v, call)
-        dq, dk, dv, dbias, dsinks = call.kernels.attention_bwd(
-            _batch_first(dout, call.layout),
-            _batch_first(q, call.layout),
-            keys,
-            values,
-            _batch_first(out, call.layout),
-            lse,
-            call.options,
-            bias=bias,
-            sinks=sinks,
-            kv_grad_dtype=lse.dtype if call.gathers else None,
-        )
-        dk, dv = _shares(dk, dv, k, v, call)
+        with no_autocast(dout):
+            keys, values = _whole(k, v, call)
+            dq, dk, dv, dbias, dsinks = call.kernels.attention_bwd(
+                _batch_first(dout, call.layout),
+                _batch_first(q, call.layout),
+                keys,
+                values,
+                _batch_first(out, call.layout),
+                lse,
+                call.options,
+                bias=bias,
+                sinks=sinks,
+                kv_grad_dtype=lse.dtype if call.gathers else None,
+            )
+            dk, dv = _shares(dk, dv, k, v, call)
         dbias = dbias if bias is None else dbias.to(bias.dtype)
         dsinks = dsinks if sinks is None else dsinks.to(sinks.dtype)
         return _as_laid_out(dq, call.layout), dk, dv, dbias, dsinks, None

@@ -37,6 +37,7 @@ from torch.autograd.function import once_differentiable
 
 from primus_turbo_plugin.communication.collectives import Pending, all_reduce, ready, reduce_scatter
 from primus_turbo_plugin.errors import ShapeError
+from primus_turbo_plugin.functional.autocast import compute_dtype, no_autocast
 from primus_turbo_plugin.functional.linear_call import LinearCall
 from primus_turbo_plugin.functional.linear_kernels import Operand
 from primus_turbo_plugin.functional.linear_operands import (
@@ -71,16 +72,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> 
     """
     dtype = compute_dtype(x)
     _check(x, weight, bias, call)
-    with torch.autocast(x.device.type, enabled=False):
+    with no_autocast(x):
         y: Tensor = _Linear.apply(x.to(dtype), weight, bias, call, torch.is_grad_enabled())
     return y
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a linear of x multiplies in: autocast's where it is on, else x's."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
 
 
 class _Linear(Function):
@@ -111,7 +105,7 @@ class _Linear(Function):
         call: LinearCall = ctx.call
         with_dgrad, with_wgrad, with_dbias = ctx.needs_input_grad[:3]
         saved = saved_operands(ctx)
-        with torch.autocast(dy.device.type, enabled=False):
+        with no_autocast(dy):
             deferred = with_wgrad and call.defer is not None and call.defer(dy)
             x_arriving = _start_input(call, saved["x"]) if with_wgrad and not deferred else None
             dy_row, dy_column = _gradient_operands(call, dy, row=with_dgrad, column=x_arriving is not None)

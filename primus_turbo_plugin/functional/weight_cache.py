@@ -105,7 +105,8 @@ class WeightCache:
             row: Whether the row copy is wanted.
             column: Whether the columnwise copy is wanted.
         """
-        if weight.is_inference():  # has no version
+        if weight.is_inference() or torch.is_inference_mode_enabled():
+            # Such a weight has no version, and copies made in this mode may not be saved for a later backward.
             return quantize(row, column)
         state = self._look(weight, dtype)
         if self._state is None or self._state.facts != state.facts:

@@ -13,6 +13,7 @@ from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from primus_turbo_plugin.communication.collectives import group_size
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.functional.linear_call import TensorParallel
 from primus_turbo_plugin.modules.linear_base import TurboLinearMixin
@@ -97,6 +98,17 @@ class TurboLinear(TurboLinearMixin, Module):
             parameter.tensor_model_parallel = False
         self._register_load_state_dict_pre_hook(_default_extra_state)
         self.setup_turbo(plan, in_features=input_size, out_features=output_size, split=None)
+        self._refuse_diverging_copies()
+
+    def _refuse_diverging_copies(self) -> None:
+        """Ranks that compute the same gradient must round it alike, and they draw different random bits."""
+        ranks = group_size(self._tp_group)
+        if self.plan.precision.is_stochastic and ranks > 1 and not self.config.sequence_parallel:
+            raise ConfigError(
+                f"{self.path}: recipe '{self.plan.recipe}' rounds stochastically, but {ranks} tensor-parallel ranks hold this "
+                "layer's weight whole and would round its gradient differently, so that their copies drift apart. "
+                f"Turn sequence parallelism on, or set 'rounding: nearest' for this module: modules: {{{self.path!r}: ...}}."
+            )
 
     def _initialize_weight(self, init_method: Callable[..., Any]) -> None:
         """The same on every tensor-parallel rank: on a device from the generator they share."""

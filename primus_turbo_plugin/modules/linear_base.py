@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from primus_turbo_plugin.communication.collectives import group_size
-from primus_turbo_plugin.errors import ConfigError, UnsupportedError
-from primus_turbo_plugin.functional.linear import compute_dtype, linear
+from primus_turbo_plugin.errors import ConfigError, ShapeError, UnsupportedError
+from primus_turbo_plugin.functional.autocast import compute_dtype
+from primus_turbo_plugin.functional.linear import linear
 from primus_turbo_plugin.functional.linear_call import LinearCall, Rounding, TensorParallel
 from primus_turbo_plugin.functional.linear_kernels import LinearKernels
 from primus_turbo_plugin.functional.weight_cache import WeightCache
@@ -97,6 +98,7 @@ class TurboLinearMixin:
             [..., out]; the first dimension is as many times longer or shorter as `parallel` gathers or scatters.
         """
         refuse_fsdp(weight, self.path)
+        self._check_sequence(x, parallel)
         sink = MainGradSink(weight, self.path) if fused else None
         first, leading = self._first_dim(x, parallel), x.shape[1:-1]
         call = LinearCall(
@@ -113,6 +115,13 @@ class TurboLinearMixin:
         y = linear(x if x.dim() == 2 else x.flatten(0, -2), weight, bias, call)
         self._first_microbatch = False
         return y.view(first, *leading, y.shape[-1])
+
+    def _check_sequence(self, x: Tensor, parallel: TensorParallel) -> None:
+        if parallel.scatters_output and x.shape[0] % parallel.size:
+            raise ShapeError(
+                f"{self.path}: with sequence parallelism the sequence must divide by the tensor-parallel size {parallel.size}, "
+                f"got {x.shape[0]} of {list(x.shape)}. Pad the sequence, or turn sequence parallelism off."
+            )
 
     @staticmethod
     def _first_dim(x: Tensor, parallel: TensorParallel) -> int:
@@ -161,14 +170,21 @@ class TurboLinearMixin:
         precision = self.plan.precision
         if not precision.is_stochastic:
             return None
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if not (self.training or torch.is_grad_enabled() or self._rounds_in_fprop):
+            return Rounding(seed=precision.rounding_seed, draw=0, rank=rank, path=self.path)  # of no use, so not drawn
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 f"{self.path}: recipe '{self.plan.recipe}' rounds stochastically, and a CUDA graph would replay the same "
                 "random bits in every step. Turn CUDA graphs off, or set rounding: nearest."
             )
         draw = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
-        rank = dist.get_rank() if dist.is_initialized() else 0
         return Rounding(seed=precision.rounding_seed, draw=draw, rank=rank, path=self.path)
+
+    @property
+    def _rounds_in_fprop(self) -> bool:
+        """Whether evaluation rounds stochastically too. Where it does not it draws nothing, so it changes no training."""
+        return "stochastic" in (self.plan.precision.fprop_x.rounding, self.plan.precision.fprop_w.rounding)
 
     def _delay(self, weight: Any, sink: MainGradSink | None, compute: Callable[[], Tensor | None]) -> Tensor | None:
         """Leaves dw to `backward_dw`. A DDP that left its hook here expects a gradient to be there by then."""

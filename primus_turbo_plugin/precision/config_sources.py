@@ -92,7 +92,7 @@ FILE_ONLY_KEYS = ("modules",)
 
 def _flag_value(key: str, value: Any) -> Any:
     """A flag's text as YAML would have held it."""
-    if key == "kernels" and "{" not in value:
+    if key == "kernels" and not set("{[") & set(value):
         return [name.strip() for name in value.split(",")]
     if key in ("kernels", "precision"):
         return parse_yaml(value, flag_of(key))

@@ -76,3 +76,12 @@ def test_missing_requirement_is_an_installation_problem_with_a_command() -> None
     assert str(problem) == (
         "megatron-core: megatron-core>=0.16 is required, 0.15.0 is installed. Get it: pip install 'megatron-core>=0.16'."
     )
+
+
+def test_norm_and_attention_that_nobody_may_serve_are_problems() -> None:
+    """`kernels: torch` leaves out the reference, which alone has norms and attention on a CPU."""
+    problems = [str(problem) for problem in problems_of({"kernels": ["torch"]})]
+    assert any("'norm'" in text and "torch: has no kernels" in text for text in problems)
+    assert any("'attention'" in text for text in problems)
+    assert problems_of({"kernels": ["torch"], "norm": "megatron", "attention": "megatron"}) == []
+    assert problems_of({"kernels": ["torch", "reference"]}) == []

@@ -60,3 +60,22 @@ def test_a_rank_that_fails_hangs_or_dies_fails_the_test(name: str, words: str) -
     with pytest.raises(pytest.fail.Exception, match=words):
         run_ranks(__name__, name, 2, {}, seed=0, timeout_s=8.0, megatron=False)
     assert time.monotonic() - start < 30
+
+
+@_body
+def _skips_on_rank_0(rank_info: RankInfo) -> None:
+    if rank_info.rank == 0:
+        pytest.skip("planted")
+    raise ValueError("planted on rank 1")
+
+
+@_body
+def _skips(rank_info: RankInfo) -> None:
+    pytest.skip("nothing to do here")
+
+
+def test_a_skip_hides_no_failure() -> None:
+    with pytest.raises(pytest.fail.Exception, match="rank 1 of 2 failed|1 of 2 ranks skipped"):
+        run_ranks(__name__, "_skips_on_rank_0", 2, {}, seed=0, timeout_s=30.0, megatron=False)
+    with pytest.raises(pytest.skip.Exception, match="nothing to do here"):
+        run_ranks(__name__, "_skips", 2, {}, seed=0, timeout_s=30.0, megatron=False)

@@ -336,3 +336,24 @@ def test_an_unknown_kernel_is_an_error() -> None:
     x = torch.ones(2, 1, 1, 4)
     with pytest.raises((ConfigError, UnsupportedError), match="tritonn"):
         attention(x, x, x, kernels=["tritonn"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inside", ["forward", "backward", "both"])
+def test_autocast_casts_the_inputs_and_nothing_inside(dtype: torch.dtype, inside: str, rng: torch.Generator) -> None:
+    """With sharp scores, a backward that recomputes them in another precision than forward has no correct digit left."""
+    autocast = torch.bfloat16
+    leaves = [(3 * _tensor(rng, 20, 2, heads, 8, dtype=dtype, grad=False)).requires_grad_() for heads in (4, 2, 2)]
+    dout = _tensor(rng, 20, 2, 4, 8, grad=False)
+    computed = autocast if inside != "backward" else dtype
+    reference_leaves = [x.detach().to(computed).requires_grad_() for x in leaves]
+    expected = attention(*reference_leaves, mask=AttentionMask(causal=True))
+    expected.backward(dout.to(computed))
+    with torch.autocast("cpu", dtype=autocast, enabled=inside != "backward"):
+        out = attention(*leaves, mask=AttentionMask(causal=True))
+    with torch.autocast("cpu", dtype=autocast, enabled=inside != "forward"):
+        out.backward(dout.to(computed))
+    assert out.dtype == computed
+    assert torch.equal(out, expected)
+    for mine, theirs in zip(leaves, reference_leaves):
+        assert torch.equal(mine.grad, theirs.grad.to(dtype))

@@ -168,3 +168,17 @@ def test_the_clock_counts_steps_of_every_torch_optimizer() -> None:
         kind([parameter], lr=0.1).step()
         assert clock.steps == count
     assert optimizer_clock() is optimizer_clock()
+
+
+def test_copies_made_in_inference_mode_serve_no_training(layer: _Layer) -> None:
+    """An inference tensor must not be saved for backward, so one that stayed in the cache would break the next step."""
+    with torch.inference_mode():
+        inside, _ = layer.copies()
+    assert inside is not None
+    assert inside.data.is_inference()
+    row, column = layer.copies()
+    assert row is not None
+    assert column is not None
+    assert not row.data.is_inference()
+    assert not column.block_scale.is_inference()
+    assert layer.made == [(True, True), (True, True)]

@@ -264,3 +264,26 @@ def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, object], wor
     defaults = {"a": torch.zeros(5, 8), "b": torch.zeros(4, 8), "out_dtype": torch.float32}
     with pytest.raises(ShapeError, match=words):
         BACKENDS[backend](**(defaults | arguments))
+
+
+def test_a_build_that_cannot_widen_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older torch lacks `mm(out_dtype=)`, some ROCm builds refuse it: the next backend must get the request, with a reason."""
+    from primus_turbo_plugin.kernels.requests import GemmRequest
+    from primus_turbo_plugin.kernels.torch_native import gemm as native
+
+    def old_mm(*args: object, **kwargs: object) -> None:
+        raise TypeError("mm() got an unexpected keyword argument 'out_dtype'")
+
+    monkeypatch.setattr(native.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(native.torch, "ones", lambda *args, **kwargs: None)
+    monkeypatch.setattr(native.torch, "mm", old_mm)
+    native._widening_refusal.cache_clear()
+    try:
+        bf16, fp32 = torch.bfloat16, torch.float32
+        into_main_grad = GemmRequest(device="cuda", a=bf16, b=bf16, out_dtype=fp32, accumulate=True)
+        assert "unexpected keyword argument 'out_dtype'" in str(native.supports(into_main_grad))
+        assert native.supports(GemmRequest(device="cuda", a=bf16, b=bf16, out_dtype=bf16)) is None
+        assert native.supports(GemmRequest(device="cuda", a=fp32, b=fp32, out_dtype=fp32, accumulate=True)) is None
+        assert native.supports(GemmRequest(device="cpu", a=bf16, b=bf16, out_dtype=fp32, accumulate=True)) is None
+    finally:
+        native._widening_refusal.cache_clear()

@@ -369,3 +369,42 @@ def test_autocast_and_odd_shapes_pass_through_the_module(rank_info: RankInfo) ->
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert layer.weight.grad.dtype == torch.float32
+
+
+@ranks(world_size=1, megatron=True)
+def test_evaluation_draws_only_where_it_rounds_stochastically(rank_info: RankInfo) -> None:
+    """Otherwise how often one evaluates would change the random bits, and the dropout, of training."""
+    start_megatron()
+    x = torch.randn(16, 2, K)
+    for gemm, operand, draws in (("dgrad", "dy", False), ("fprop", "x", True)):
+        of = plan("mxfp4", **{gemm: {operand: {"rounding": "stochastic"}}})
+        layer = _layer("column", megatron_config(), plan=of).eval()
+        state = torch.get_rng_state()
+        with torch.no_grad():
+            layer(x)
+        assert torch.equal(torch.get_rng_state(), state) != draws
+
+
+@ranks(world_size=2, megatron=True)
+def test_copies_of_a_weight_that_would_be_rounded_apart_are_refused(rank_info: RankInfo) -> None:
+    """Without sequence parallelism both ranks compute the same gradient, and draw different random bits for it."""
+    start_megatron(tp=2)
+    stochastic = plan(
+        "mxfp4", dgrad={"dy": {"rounding": "stochastic"}}, path="decoder.layers.0.self_attention.linear_kv_down_proj"
+    )
+    config = megatron_config(tensor_model_parallel_size=2)
+    with pytest.raises(ConfigError, match="linear_kv_down_proj.*2 tensor-parallel ranks.*sequence parallelism on"):
+        _layer("duplicated", config, plan=stochastic)
+    _layer("duplicated", config, plan=plan("mxfp4"))
+    sharded = megatron_config(tensor_model_parallel_size=2, sequence_parallel=True)
+    _layer("duplicated", sharded, plan=stochastic)
+
+
+@ranks(world_size=2, megatron=True)
+def test_a_sequence_that_cannot_be_scattered_is_named(rank_info: RankInfo) -> None:
+    """3 x 2 tokens divide by two ranks, a sequence of 3 does not."""
+    start_megatron(tp=2)
+    config = megatron_config(tensor_model_parallel_size=2, sequence_parallel=True)
+    layer = _layer("row", config)
+    with pytest.raises(ShapeError, match="tensor-parallel size 2, got 3"):
+        layer(torch.randn(3, 2, layer.weight.shape[1]))

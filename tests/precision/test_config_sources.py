@@ -139,6 +139,7 @@ def test_every_flag_sets_its_key() -> None:
 
 
 def test_kernel_orders_by_op_can_be_written_as_a_flag() -> None:
+    assert resolved("--turbo-kernels", "[torch, reference]").config.kernels.get("norm") == ("torch", "reference")
     found = resolved("--turbo-kernels", "{gemm_nt: [torch, reference], default: reference}")
     assert found.config.kernels.get("gemm_nt") == ("torch", "reference")
     assert found.config.kernels.get("norm") == ("reference",)

@@ -144,10 +144,13 @@ def _collect(pipes: list[Any], timeout_s: float) -> dict[int, tuple[str, str]]:
 
 def _judge(verdicts: dict[int, tuple[str, str]], world_size: int, timeout_s: float) -> None:
     for rank, (kind, text) in verdicts.items():
-        if kind == "skipped":
-            pytest.skip(text)
-        if kind != "passed":
+        if kind not in ("passed", "skipped"):
             pytest.fail(f"rank {rank} of {world_size} {kind}:\n{text}", pytrace=False)
+    skips = [text for kind, text in verdicts.values() if kind == "skipped"]
+    if len(skips) == world_size:
+        pytest.skip(skips[0])
+    if skips:
+        pytest.fail(f"{len(skips)} of {world_size} ranks skipped, the others did not: {skips[0]}", pytrace=False)
     missing = sorted(set(range(world_size)) - set(verdicts))
     if missing:
         pytest.fail(f"ranks {missing} of {world_size} did not end within {timeout_s} s", pytrace=False)

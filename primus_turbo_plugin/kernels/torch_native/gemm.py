@@ -8,6 +8,7 @@ Numerics  torch.matmul accumulates bf16 and fp16 in fp32 and rounds once. Into f
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
@@ -65,6 +66,32 @@ def supports(request: GemmRequest) -> str | None:
         return f"needs both operands in one dtype, got {request.a} and {request.b}"
     if request.out_dtype not in (request.a, torch.float32):
         return f"writes the operands' dtype or float32, not {request.out_dtype} from {request.a}"
+    if request.device == "cuda" and request.a in _HALF and torch.float32 in (request.out_dtype, _sum_dtype(request)):
+        return _widening_refusal(request.a)
+    return None
+
+
+def _sum_dtype(request: GemmRequest) -> torch.dtype | None:
+    """The dtype of what the product is added to, if it is."""
+    return torch.float32 if request.accumulate else None
+
+
+@functools.cache
+def _widening_refusal(dtype: torch.dtype) -> str | None:
+    """Why this build's GEMM cannot write fp32 from 16-bit operands, or None; asked of the GPU by one tiny product.
+
+    `torch.mm(..., out_dtype=)` came with torch 2.8, and ROCm builds learned it later (pytorch/pytorch#162600). Delete when the
+    oldest supported torch has it everywhere.
+    """
+    if not torch.cuda.is_available():
+        return None  # nothing will run; there is nobody to ask
+    one = torch.ones(16, 16, dtype=dtype, device="cuda")
+    try:
+        torch.mm(one, one, out_dtype=torch.float32)
+    except (TypeError, RuntimeError) as error:
+        return (
+            f"torch {torch.__version__} cannot write float32 from {dtype} operands here: {str(error).splitlines()[0]}"
+        )
     return None
 
 
