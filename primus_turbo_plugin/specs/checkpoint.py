@@ -45,33 +45,40 @@ class CheckpointKeys:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = str(folder)
-        self._tails: frozenset[str] | None = None
+        self._keys: tuple[frozenset[str], frozenset[str]] | None = None
 
-    def rename(self, sharded_state_dict: Any) -> dict[str, str]:
+    def rename(self, sharded_state_dict: Any, *, of_layer: bool = False) -> dict[str, str]:
         """Gives the norms in `sharded_state_dict` the keys they have in the checkpoint; others are left alone.
 
         Args:
-            sharded_state_dict: Of a layer, a model or an optimizer; changed in place.
+            sharded_state_dict: Of a model or an optimizer, or of a layer; changed in place.
+            of_layer: The keys carry a layer's number within its stage, as a layer makes them before the block gives them
+                their place in the model. They are then looked for in any layer of the checkpoint: Megatron's local spec, whose
+                checkpoints need this, names a norm alike in dense layers and in a mixture of experts.
 
         Returns:
             The keys that were changed, old -> new.
         """
-        tails = self._layer_keys()
+        keys, tails = self._read()
         renamed: dict[str, str] = {}
         for item in nested_values(sharded_state_dict):
-            if not isinstance(item, ShardedBase) or _tail(item.key) in tails:
+            if not isinstance(item, ShardedBase) or (item.key in keys and not of_layer):
                 continue
             other = other_name(item.key)
-            if other is not None and _tail(other) in tails:
+            if other is None:
+                continue
+            is_elsewhere = _tail(other) in tails and _tail(item.key) not in tails
+            if is_elsewhere or (other in keys and not of_layer):
                 renamed[item.key] = other
                 item.key = other
         return renamed
 
-    def _layer_keys(self) -> frozenset[str]:
-        """Keys inside a layer, without the layer's own prefix: one checkpoint is one spec's, so any layer's will do."""
-        if self._tails is None:
-            self._tails = frozenset(_tail(key) for key in dist_checkpointing.load_tensors_metadata(self.folder))
-        return self._tails
+    def _read(self) -> tuple[frozenset[str], frozenset[str]]:
+        """All keys; and all without the prefix of their layer."""
+        if self._keys is None:
+            keys = frozenset(dist_checkpointing.load_tensors_metadata(self.folder))
+            self._keys = keys, frozenset(map(_tail, keys))
+        return self._keys
 
 
 def _tail(key: str) -> str:
@@ -132,7 +139,7 @@ class TurboTransformerLayer(TransformerLayer):
         """As TransformerLayer's, with the keys described above."""
         sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self._checkpoint is not None:
-            self._checkpoint.rename(sharded)
+            self._checkpoint.rename(sharded, of_layer=True)
         return sharded
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
 from primus_turbo_plugin.precision.config import ModuleOverride, TurboConfig
 from primus_turbo_plugin.precision.recipe import Recipe
@@ -96,6 +98,9 @@ def _refused_by_circumstance(config: Any, turbo: TurboConfig) -> Iterator[Reason
     facts = compat.facts()
     if _text(config.transformer_impl) not in ("local", "transformer_engine"):
         yield "transformer_impl", f"{config.transformer_impl!r} has a spec of its own. Set --transformer-impl local."
+    low = config.params_dtype is not torch.float32 and not config.enable_autocast
+    if config.fp32_residual_connection and low and turbo.linear != "transformer_engine":
+        yield "fp32_residual_connection", "the norms' fp32 output would meet weights of another dtype. Leave it out."
     if config.delay_wgrad_compute and turbo.linear == "megatron":
         yield (
             "delay_wgrad_compute",

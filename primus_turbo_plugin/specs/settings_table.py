@@ -111,7 +111,6 @@ REFUSED: Mapping[str, Refusal] = {
     "fine_grained_activation_offloading": _linear(
         "offloading is untested with quantised activations", "leave --fine-grained-activation-offloading out"
     ),
-    "enable_autocast": _linear("the GEMMs compute in the dtype of their operands", "train with --bf16 or --fp16"),
     # Numerics
     "batch_invariant_mode": Refusal(
         why="the kernels are not batch-invariant", remedy="leave --batch-invariant-mode out"
@@ -180,6 +179,8 @@ CONDITIONAL: Mapping[str, str] = {
     "without Transformer Engine, whose functions Megatron calls for them",
     "recompute_granularity": "honoured; see `fp8`",
     "q_lora_rank": "honoured; None together with `qk_layernorm` is refused on 0.19, which cannot build that norm",
+    "fp32_residual_connection": "refused with 'linear: turbo' or megatron under bf16 or fp16 without autocast: norms would "
+    "hand fp32 to weights of another dtype",
     "mtp_num_layers": "honoured through `gpt_mtp_spec`; refused with the --spec flag, which Megatron-LM ignores for MTP",
     "context_parallel_size": "honoured by core attention; refused with 'attention: megatron', which cannot do it",
     "sequence_parallel": "honoured; with 'norm: megatron' refused where Apex is missing (torch's norm)",
@@ -207,6 +208,7 @@ HONOURED: Mapping[str, str] = {
     "params_dtype": "dtype of new parameters",
     "perform_initialization": "",
     "use_cpu_initialization": "the same weights as Megatron's for the same seed",
+    "enable_autocast": "GEMMs compute in autocast's dtype",
     "init_method": "passed to each linear",
     "output_layer_init_method": "passed to each linear",
     "deterministic_mode": "the reference kernels are deterministic",

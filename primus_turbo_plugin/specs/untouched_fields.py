@@ -58,7 +58,7 @@ UNTOUCHED: Mapping[str, tuple[str, ...]] = {
     ),
     "Residual stream, dropout and activation: Megatron's own code between the modules": _names(
         """
-        hidden_dropout fp32_residual_connection apply_residual_connection_post_layernorm bias_dropout_fusion
+        hidden_dropout apply_residual_connection_post_layernorm bias_dropout_fusion
         bias_activation_fusion activation_func activation_func_fp8_input_store activation_func_clamp_value
         glu_linear_offset use_fused_weighted_squared_relu attention_output_gate
         disable_bf16_reduced_precision_matmul mlp_chunks_for_prefill mlp_chunks_for_training

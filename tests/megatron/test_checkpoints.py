@@ -62,6 +62,7 @@ ENGINE_KEYS = {
     },
 }
 MODELS = {"dense": DENSE, "moe": MOE, "mla": DENSE_MLA}
+MIXED: dict[str, Any] = {**MOE, "moe_layer_freq": [0, 1]}
 EVERYWHERE = {
     "decoder.final_layernorm.weight",
     "embedding.word_embeddings.weight",
@@ -82,16 +83,17 @@ def test_keys_are_transformer_engines_whoever_provides_the_modules(
 
 
 @ranks(world_size=2, megatron=True)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [*MODELS, "mixed"])
 def test_local_to_turbo_to_local_and_across_tensor_parallel_sizes(
     rank_info: RankInfo, kind: str, tmp_path: Path
 ) -> None:
     """Six steps of the local spec, against two of it, two of turbo under TP=2 and SP, and two of local again."""
-    model, seed = MODELS[kind], rank_info.seed
+    model, seed = {**MODELS, "mixed": MIXED}[kind], rank_info.seed
+    experts = kind in ("moe", "mixed")
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    local = Job(spec="local", model=model, steps=2, seed=seed, expert=2 if kind == "moe" else 1)
+    local = Job(spec="local", model=model, steps=2, seed=seed, expert=2 if experts else 1)
     turbo: dict[str, Any] = {"spec": "turbo"}
-    if kind != "moe":  # Megatron's optimizer cannot load state of experts into another expert-parallel size
+    if not experts:  # Megatron's optimizer cannot load state of experts into another expert-parallel size
         turbo |= {"tensor": 2, "sequence_parallel": True, "micro_batches": 4}
     expected = train(local.but(steps=6)).losses
     losses = train(local.but(save=first)).losses

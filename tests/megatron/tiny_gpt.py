@@ -183,7 +183,11 @@ def specs(job: Job, config: Any, vp_stage: int | None) -> tuple[Any, Any]:
         keys = checkpoint_to_read(job.load)
         mtp = gpt_mtp_spec(config, turbo, vp_stage, checkpoint=keys) if config.mtp_num_layers else None
         return gpt_layer_spec(config, turbo, vp_stage, checkpoint=keys), mtp
-    options = {"use_transformer_engine": False, "normalization": config.normalization}
+    options = {
+        "use_transformer_engine": False,
+        "normalization": config.normalization,
+        "qk_l2_norm": config.qk_l2_norm,
+    }
     spec = megatrons.get_gpt_decoder_block_spec(config, **options, vp_stage=vp_stage)
     if config.normalization == "RMSNorm":
         from megatron.core.transformer.torch_norm import WrappedTorchNorm

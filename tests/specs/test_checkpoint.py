@@ -89,9 +89,23 @@ def test_norm_that_is_there_or_nowhere_keeps_its_name(written: Any) -> None:
 def test_layer_numbers_of_one_chunk_do_not_matter(written: Any) -> None:
     """A layer renames before the block gives it its global prefix."""
     layer = sharded("decoder.layers.0.pre_mlp_layernorm.weight")
-    assert written("decoder.layers.5.mlp.linear_fc1.layer_norm_weight").rename(layer) == {
+    assert written("decoder.layers.5.mlp.linear_fc1.layer_norm_weight").rename(layer, of_layer=True) == {
         "decoder.layers.0.pre_mlp_layernorm.weight": "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
     }
+
+
+def test_dense_and_expert_layers_of_one_model_find_their_own_names(written: Any) -> None:
+    """First layers dense, the others experts: on the way back to the local spec, one layer's name says nothing of another's."""
+    dense, experts = "decoder.layers.0.", "decoder.layers.1."
+    engine = (dense + "mlp.linear_fc1.layer_norm_weight", experts + "pre_mlp_layernorm.weight")
+    local = (dense + "mlp.linear_fc1.layer_norm_weight", experts + "mlp.linear_fc1.layer_norm_weight")
+    state = sharded(*local, "optimizer.state.exp_avg." + local[1])
+    renamed = written(*engine, *(f"optimizer.state.exp_avg.{key}" for key in engine)).rename(state)
+    assert renamed == {
+        local[1]: engine[1],
+        f"optimizer.state.exp_avg.{local[1]}": f"optimizer.state.exp_avg.{engine[1]}",
+    }
+    assert written(*local).rename(sharded(*engine)) == {engine[1]: local[1]}
 
 
 def test_free_function_is_the_same(written: Any) -> None:

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
 from primus_turbo_plugin.precision.config import TurboConfig
@@ -285,6 +286,15 @@ def test_delayed_wgrad_needs_linears_that_can() -> None:
     with pytest.raises(UnsupportedError, match="delay_wgrad_compute"):
         resolve(with_settings(delay_wgrad_compute=True), TurboConfig(linear="megatron"))
     resolve(with_settings(delay_wgrad_compute=True))
+
+
+def test_fp32_residuals_are_refused_where_they_would_meet_bf16_weights() -> None:
+    """Megatron's local layers fail in their first forward pass."""
+    cfg = with_settings(fp32_residual_connection=True, params_dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="fp32_residual_connection: the norms' fp32 output"):
+        resolve(cfg)
+    for harmless in [{"enable_autocast": True}, {"params_dtype": torch.float32}]:
+        resolve(with_settings(**{"fp32_residual_connection": True, "params_dtype": torch.bfloat16, **harmless}))
 
 
 def test_inference_implementation_is_refused() -> None:
