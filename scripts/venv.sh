@@ -24,18 +24,34 @@ turbo_find_python() {
     return 1
 }
 
+# turbo_make_venv BASE DIR: a virtual environment in DIR, whole or not at all (an interrupted one is made again).
+turbo_make_venv() {
+    local base="$1" dir="$2"
+    if [ -e "$dir/.turbo-made" ]; then
+        return 0
+    fi
+    if [ -e "$dir" ] && "$dir/bin/python" -m pip --version >/dev/null 2>&1; then
+        return 0 # made by hand
+    fi
+    echo "making a virtual environment in ${dir#"$PWD"/} with $("$base" --version)"
+    "$base" -m venv --clear "$dir" && touch "$dir/.turbo-made"
+}
+
 turbo_venv() {
     local extras="$1" dir="${PRIMUS_TURBO_VENV:-$TURBO_ROOT/.venv}" base stamp
     PYTHON="$dir/bin/python"
-    if [ ! -x "$PYTHON" ]; then
+    if [ ! -e "$dir/.turbo-made" ] && ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
         base="$(turbo_find_python)" || return 1
-        echo "making a virtual environment in ${dir#"$PWD"/} with $("$base" --version)"
-        "$base" -m venv "$dir" || return 1
+        turbo_make_venv "$base" "$dir" || return 1
+    fi
+    if ! _turbo_python_works "$PYTHON"; then
+        echo "error: $dir holds $("$PYTHON" --version 2>&1), and Python 3.12 or 3.13 is needed. Remove the folder, or name another: PRIMUS_TURBO_VENV=..." >&2
+        return 1
     fi
     stamp="$dir/.turbo-$(echo "$extras" | tr ',' '-')-$(cksum <"$TURBO_ROOT/pyproject.toml" | tr ' ' '-')"
     if [ ! -e "$stamp" ]; then
         echo "installing primus-turbo-plugin[$extras] (torch and megatron-core come from the package index; minutes the first time)"
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check -e "$TURBO_ROOT[$extras]" ${TURBO_PIP_ARGS:-} || return 1
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check -e "$TURBO_ROOT[$extras]" || return 1
         touch "$stamp"
     fi
 }

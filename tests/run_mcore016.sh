@@ -3,11 +3,12 @@
 #   bash tests/run_mcore016.sh [PYTHON3.11] [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/venv.sh
 base="${1:-python3.11}"
 shift || true
 dir="${PRIMUS_TURBO_VENV_MCORE016:-.venv-mcore016}"
 stamp="$dir/.turbo-$(cat pyproject.toml tests/constraints-mcore016.txt | cksum | tr ' ' '-')"
-[ -x "$dir/bin/python" ] || "$base" -m venv "$dir"
+turbo_make_venv "$base" "$dir"
 if [ ! -e "$stamp" ]; then
     "$dir/bin/python" -m pip install --quiet --disable-pip-version-check -c tests/constraints-mcore016.txt torch
     "$dir/bin/python" -m pip install --quiet --disable-pip-version-check -c tests/constraints-mcore016.txt -e ".[training,test]"
