@@ -75,7 +75,7 @@ def _skips(rank_info: RankInfo) -> None:
 
 
 def test_a_skip_hides_no_failure() -> None:
-    with pytest.raises(pytest.fail.Exception, match="rank 1 of 2 failed|1 of 2 ranks skipped"):
+    with pytest.raises(pytest.fail.Exception, match=r"rank 1 of 2 failed|1 of 2 ranks skipped"):
         run_ranks(__name__, "_skips_on_rank_0", 2, {}, seed=0, timeout_s=30.0, megatron=False)
     with pytest.raises(pytest.skip.Exception, match="nothing to do here"):
         run_ranks(__name__, "_skips", 2, {}, seed=0, timeout_s=30.0, megatron=False)

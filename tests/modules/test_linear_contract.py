@@ -393,7 +393,7 @@ def test_copies_of_a_weight_that_would_be_rounded_apart_are_refused(rank_info: R
         "mxfp4", dgrad={"dy": {"rounding": "stochastic"}}, path="decoder.layers.0.self_attention.linear_kv_down_proj"
     )
     config = megatron_config(tensor_model_parallel_size=2)
-    with pytest.raises(ConfigError, match="linear_kv_down_proj.*2 tensor-parallel ranks.*sequence parallelism on"):
+    with pytest.raises(ConfigError, match=r"linear_kv_down_proj.*2 tensor-parallel ranks.*sequence parallelism on"):
         _layer("duplicated", config, plan=stochastic)
     _layer("duplicated", config, plan=plan("mxfp4"))
     sharded = megatron_config(tensor_model_parallel_size=2, sequence_parallel=True)
