@@ -108,6 +108,7 @@ REFUSED: Mapping[str, Refusal] = {
         harmless=(1, None),
     ),
     "init_model_with_meta_device": _linear("the modules allocate their weights when built", "leave it out"),
+    "cpu_offloading": _linear("activations are not offloaded", "leave --cpu-offloading-num-layers out"),
     "fine_grained_activation_offloading": _linear(
         "offloading is untested with quantised activations", "leave --fine-grained-activation-offloading out"
     ),

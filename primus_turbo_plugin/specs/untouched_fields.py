@@ -64,10 +64,10 @@ UNTOUCHED: Mapping[str, tuple[str, ...]] = {
         disable_bf16_reduced_precision_matmul mlp_chunks_for_prefill mlp_chunks_for_training
         """
     ),
-    "Recomputation and offloading of whole layers": _names(
+    "Recomputation of whole layers, and sub-flags of offloading (refused)": _names(
         """
         recompute_method recompute_num_layers distribute_saved_activations moe_layer_recompute
-        cpu_offloading cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations
+        cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations
         cpu_offloading_weights cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers
         """
     ),
