@@ -41,11 +41,13 @@ def test_results_are_written_into_numpy_arrays_and_tensors(numbers: np.random.Ge
     assert torch.equal(result, tensor + 1)
 
 
-def test_overlapping_views_share_memory(numbers: np.random.Generator) -> None:
+@pytest.mark.parametrize(("source", "target"), [(0, 16), (16, 0)])
+def test_overlapping_views_share_memory(source: int, target: int, numbers: np.random.Generator) -> None:
     base = numbers.integers(0, 1000, 96).astype(np.int32)
     want = base.copy()
-    want[16:80] = base[0:64] + 1
-    launch(kernel("gfx950", INCREMENT, pointers=2), 1, [base[:64], base[16:80]])
+    want[target : target + 64] = base[source : source + 64] + 1
+    arrays = [base[source : source + 64], base[target : target + 64]]
+    launch(kernel("gfx950", INCREMENT, pointers=2), 1, arrays)
     np.testing.assert_array_equal(base, want)
 
 
