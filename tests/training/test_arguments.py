@@ -6,7 +6,7 @@ import pytest
 
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.training import arguments
-from tests.training.gpt_arguments import tiny_gpt
+from tests.support.gpt_arguments import tiny_gpt
 
 
 def test_the_launchers_argument_is_taken_out_and_nothing_else() -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("megatron.training", reason="the wheel of megatron-core 0.16
 from primus_turbo_plugin.errors import TurboError
 from primus_turbo_plugin.training import arguments, preflight
 from primus_turbo_plugin.training.pretrain import cli
-from tests.training.gpt_arguments import tiny_gpt
+from tests.support.gpt_arguments import tiny_gpt
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_sizes_that_do_not_fit_the_ranks_are_refused(argv: list[str], world_size
 @pytest.mark.parametrize(
     ("argv", "world_size"),
     [
-        (tiny_gpt("--sequence-parallel", tensor_model_parallel_size=4, pipeline_model_parallel_size=2), 8),
+        (tiny_gpt("--sequence-parallel", tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 8),
         (tiny_gpt(context_parallel_size=2), 4),
         (tiny_gpt("--num-experts", "4", "--expert-tensor-parallel-size", "1", tensor_model_parallel_size=2), 4),
         (tiny_gpt("--save", "new", "--load", "new"), 1),
