@@ -14,7 +14,7 @@ from typing import Any
 from primus_turbo_plugin.amdgcn.architecture import architecture
 from primus_turbo_plugin.amdgcn.compiled import CompiledKernel
 from primus_turbo_plugin.amdgcn.specialize import Specialization, specialize
-from primus_turbo_plugin.errors import UnsupportedError
+from primus_turbo_plugin.errors import ConfigError, UnsupportedError
 
 
 def require_triton() -> Any:
@@ -26,6 +26,25 @@ def require_triton() -> Any:
             "amdgcn: compiling kernels needs the `triton` package, which is not installed; emulating existing assembly does not."
         ) from error
     return triton
+
+
+def jit_function(kernel: Any) -> Any:
+    """The JIT function behind a kernel, without `@triton.autotune` and `@triton.heuristics` around it.
+
+    Raises:
+        ConfigError: It is not a kernel, or was decorated for Triton's interpreter.
+    """
+    from triton.runtime import JITFunction
+
+    inner = kernel
+    while not isinstance(inner, JITFunction) and hasattr(inner, "fn"):
+        inner = inner.fn
+    if isinstance(inner, JITFunction):
+        return inner
+    raise ConfigError(
+        f"amdgcn: a kernel must be a function under @triton.jit or @gluon.jit, got {type(kernel).__name__}. "
+        "Kernels decorated while TRITON_INTERPRET=1 was set cannot be compiled."
+    )
 
 
 def _source(kernel: Any, facts: Specialization) -> Any:
@@ -50,7 +69,8 @@ def compile(
     """Compile a kernel for a target.
 
     Args:
-        kernel: A function under `@triton.jit` or `@gluon.jit`.
+        kernel: A function under `@triton.jit` or `@gluon.jit`. Of an autotuned kernel give one configuration's constants
+            and options yourself.
         arch: gfx942, gfx950 or gfx1250.
         args: Every run-time argument by name, each either an example value (array, tensor, int, float, bool, None), from
             which the JIT's specialisation follows, or a type string: `"*bf16"` (aligned to 16 bytes), `"*bf16:1"` (not
@@ -64,12 +84,13 @@ def compile(
 
     Raises:
         UnsupportedError: Triton is missing or the target unknown.
-        ConfigError: An argument is missing, unknown or of no known type.
+        ConfigError: The kernel is none, or an argument is missing, unknown or of no known type.
     """
     target = architecture(arch)
     triton = require_triton()
     from triton.backends.compiler import GPUTarget
 
+    kernel = jit_function(kernel)
     facts = specialize(kernel, args, constants or {}, pointer_range_32)
     options.setdefault("num_warps", 4)
     binary = triton.compile(_source(kernel, facts), target=GPUTarget("hip", target.name, target.wave), options=options)

@@ -102,3 +102,21 @@ def test_defaults_of_constants_are_used() -> None:
 def test_mistakes_are_named(args: dict[str, Any], constants: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         specialize(kernel, args, constants, True)
+
+
+def test_autotuned_kernels_are_unwrapped_and_other_things_refused() -> None:
+    from primus_turbo_plugin.amdgcn.compiler import jit_function
+
+    tuned = triton.autotune(configs=[triton.Config({"BLOCK": 64})], key=["n"])(kernel)
+    assert jit_function(tuned) is kernel
+    with pytest.raises(ConfigError, match=r"must be a function under @triton\.jit or @gluon\.jit, got function"):
+        jit_function(facts)
+
+
+def test_a_kernel_decorated_for_the_interpreter_is_refused() -> None:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from primus_turbo_plugin.amdgcn.compiler import compile as compile_kernel
+
+    with pytest.raises(ConfigError, match="TRITON_INTERPRET=1"):
+        compile_kernel(InterpretedFunction(kernel.fn), "gfx950", {})

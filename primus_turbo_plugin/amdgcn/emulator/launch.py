@@ -93,6 +93,8 @@ def launch(
     """
     if compiled.metadata.get("num_ctas", 1) > 1:
         raise UnsupportedError("amdgcn: work-group clusters (num_ctas > 1) are not emulated.")
+    if compiled.metadata.get("global_scratch_size"):
+        raise UnsupportedError("amdgcn: kernels with a global scratch buffer of Triton's are not emulated.")
     started = time.perf_counter()
     shape = _grid(grid)
     memory = DeviceMemory()
