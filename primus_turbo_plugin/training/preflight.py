@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
 from primus_turbo_plugin.precision.config_sources import ResolvedConfig, resolve
+from primus_turbo_plugin.training import dataset_splits, sizes
 from primus_turbo_plugin.training.checkpoint_files import check_load
 from primus_turbo_plugin.training.refusals import refusals
+from primus_turbo_plugin.training.sizes import Size
+from primus_turbo_plugin.training.spec_argument import check_spec
+from primus_turbo_plugin.training.writable import check_file, check_folder
 
 # Jobs of Megatron's own scripts that this one doesn't do: argument -> flag.
 _OTHER_JOBS = {
@@ -20,6 +26,28 @@ _OTHER_JOBS = {
     "logits_load_dir": "--logits-load-dir",
     "hybrid_layer_pattern": "--hybrid-layer-pattern",
 }
+
+_POSITIVE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "seq_length",
+    "max_position_embeddings",
+    "vocab_size",
+    "micro_batch_size",
+    "global_batch_size",
+    "train_iters",
+    "train_samples",
+    "eval_interval",
+    "log_interval",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+_MEGATRONS_SPLIT = "969, 30, 1"  # when --split isn't given
 
 
 def check(args: argparse.Namespace) -> ResolvedConfig:
@@ -34,10 +62,14 @@ def check(args: argparse.Namespace) -> ResolvedConfig:
     """
     turbo = resolve(args, os.environ)
     _check_job(args)
-    _check_parallelism(args)
+    if args.spec is not None:
+        check_spec(args.spec)
+    _check_positive(args)
+    _check_parallelism(args, turbo)
     _check_experts(args)
     _check_batch(args)
     _check_data(args)
+    _check_paths(args)
     if args.load is not None and args.rank == 0:
         step = getattr(args, "ckpt_step", None)
         check_load(args.load, step=step, may_be_empty=args.load == args.save)
@@ -58,26 +90,35 @@ def _check_job(args: argparse.Namespace) -> None:
         )
 
 
-def _check_parallelism(args: argparse.Namespace) -> None:
+def _check_positive(args: argparse.Namespace) -> None:
+    for name in _POSITIVE:
+        value = getattr(args, name, None)
+        if value is not None and not (name == "train_iters" and args.skip_train):
+            sizes.at_least(_size(args, name))
+
+
+def _size(args: argparse.Namespace, name: str) -> Size:
+    return Size(f"--{name.replace('_', '-')}", getattr(args, name))
+
+
+def _check_parallelism(args: argparse.Namespace, turbo: ResolvedConfig) -> None:
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     if args.world_size % (tp * pp * cp):
         raise ConfigError(
             f"{args.world_size} processes cannot hold tensor x pipeline x context parallel = {tp} x {pp} x {cp}. "
             f"Start a multiple of {tp * pp * cp} (--nproc), or lower one of them."
         )
-    heads = args.num_attention_heads
-    if heads is not None and heads % tp:
-        allowed = [size for size in range(1, heads + 1) if heads % size == 0]
-        raise ConfigError(
-            f"--tensor-model-parallel-size {tp} does not divide --num-attention-heads {heads}. "
-            f"Take one of {', '.join(map(str, allowed))}, or another number of heads."
+    if args.num_attention_heads is not None:
+        grouped = args.group_query_attention and not args.multi_latent_attention and args.num_query_groups is not None
+        ours = turbo.config.attention == "turbo" and args.turbo_spec != "megatron" and args.spec is None
+        sizes.attention(
+            _size(args, "num_attention_heads"),
+            _size(args, "num_query_groups") if grouped else None,
+            _size(args, "tensor_model_parallel_size"),
+            groups_are_cut=ours,
         )
-    shards = (tp if args.sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
-    if args.seq_length is not None and args.seq_length % shards:
-        raise ConfigError(
-            f"--seq-length {args.seq_length} must be a multiple of {shards}, because the sequence is cut "
-            f"for tensor ({tp}) and context ({cp}) parallelism. Take {_next_multiple(args.seq_length, shards)}."
-        )
+    if args.seq_length is not None:
+        sizes.sequence(_size(args, "seq_length"), tp, cp, sequence_parallel=args.sequence_parallel)
 
 
 def _check_experts(args: argparse.Namespace) -> None:
@@ -89,47 +130,52 @@ def _check_experts(args: argparse.Namespace) -> None:
         )
 
 
-def _next_multiple(value: int, of: int) -> int:
-    return -(-value // of) * of
-
-
 def _check_batch(args: argparse.Namespace) -> None:
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if args.micro_batch_size is None or args.global_batch_size is None:
         return
-    step = args.micro_batch_size * (args.world_size // model)
-    if args.global_batch_size % step:
-        raise ConfigError(
-            f"--global-batch-size {args.global_batch_size} must be a multiple of --micro-batch-size "
-            f"{args.micro_batch_size} x {args.world_size // model} data-parallel ranks = {step}. "
-            f"Take {_next_multiple(args.global_batch_size, step)}."
-        )
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    sizes.batch(_size(args, "global_batch_size"), _size(args, "micro_batch_size"), args.world_size // model)
+
+
+def _check_paths(args: argparse.Namespace) -> None:
+    if args.turbo_metrics is not None and args.rank == args.world_size - 1:
+        check_file("--turbo-metrics", args.turbo_metrics)
+    for name in ("save", "tensorboard_dir", "data_cache_path"):
+        folder = getattr(args, name, None)
+        if args.rank == 0 and folder is not None and "://" not in folder:
+            check_folder(_size(args, name).flag, folder)
 
 
 def _check_data(args: argparse.Namespace) -> None:
     if args.mock_data:
         return
-    prefixes = _data_prefixes(args)
-    if not prefixes:
+    blend, per_split = _blends(args)
+    if blend is None and per_split is None:
         raise ConfigError("no dataset: give --data-path PREFIX (files PREFIX.bin and PREFIX.idx), or --mock-data.")
-    for prefix in prefixes:
-        if "://" in prefix:
-            continue
+    whole = _local_prefixes([blend])
+    single = _local_prefixes(per_split or [])
+    for prefix in [*whole, *single]:
         missing = [name for name in (f"{prefix}.idx", f"{prefix}.bin") if not Path(name).is_file()]
         if missing:
             raise ConfigError(
                 f"dataset {prefix}: {' and '.join(missing)} not found. --data-path takes the files' common prefix, "
                 "as Megatron-LM's tools/preprocess_data.py or examples/quickstart.py write them."
             )
+    dataset_splits.check_splits(whole, args.split or _MEGATRONS_SPLIT)
+    dataset_splits.check_not_empty(single)
 
 
-def _data_prefixes(args: argparse.Namespace) -> list[str]:
+def _blends(args: argparse.Namespace) -> Any:
+    """Datasets that are split, and those of each split by itself: (prefixes, weights), or None."""
     from megatron.training.utils import get_blend_and_blend_per_split
 
     try:
         with refusals("dataset"):
-            blend, per_split = get_blend_and_blend_per_split(args)
+            return get_blend_and_blend_per_split(args)
     except OSError as error:
         raise ConfigError(f"dataset: {error.filename} cannot be read ({error.strerror}).") from error
-    blends = [b for b in (blend, *(per_split or [])) if b is not None]
-    return [prefix for prefixes, _ in blends for prefix in prefixes]
+
+
+def _local_prefixes(blends: Iterable[Any]) -> list[str]:
+    """Those in object stores are left to Megatron."""
+    return [prefix for blend in blends if blend is not None for prefix in blend[0] if "://" not in prefix]
