@@ -26,7 +26,6 @@ from primus_turbo_plugin.precision.config_sources import ResolvedConfig
 from primus_turbo_plugin.specs.checkpoint import checkpoint_to_read
 from primus_turbo_plugin.specs.gpt import GptSpecs
 from primus_turbo_plugin.specs.report import print_report
-from primus_turbo_plugin.training.refusals import refusals
 
 
 @dataclass(kw_only=True)
@@ -65,20 +64,19 @@ class TurboGPTModelBuilder(GPTModelBuilder):
             pre_process = is_vp_first_stage(**vp) and is_pp_first_stage(pg_collection.pp)
         if post_process is None:
             post_process = is_vp_last_stage(**vp) and is_pp_last_stage(pg_collection.pp)
-        with refusals("model"):
-            specs = self._specs
-            return GPTModel(
-                config=transformer,
-                transformer_layer_spec=specs.block(vp_stage, None),
-                mtp_block_spec=specs.mtp(vp_stage, None),
-                vocab_size=_padded_vocab_size(config),
-                max_sequence_length=config.seq_length,
-                pre_process=pre_process,
-                post_process=post_process,
-                pg_collection=pg_collection,
-                vp_stage=vp_stage,
-                **{name: getattr(config, name) for name in _PASSED_ON},
-            )
+        specs = self._specs
+        return GPTModel(
+            config=transformer,
+            transformer_layer_spec=specs.block(vp_stage, None),
+            mtp_block_spec=specs.mtp(vp_stage, None),
+            vocab_size=_padded_vocab_size(config),
+            max_sequence_length=config.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+            **{name: getattr(config, name) for name in _PASSED_ON},
+        )
 
     @functools.cached_property
     def _specs(self) -> GptSpecs:
