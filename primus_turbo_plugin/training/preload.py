@@ -1,4 +1,7 @@
-"""Imported once by the server that training processes are forked from: slow to import, and nothing is computed."""
+"""Imports Megatron without the warnings it prints on import; nothing is computed.
+
+The server that training processes are forked from imports this once, a process started otherwise before it trains.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import os
 import sys
@@ -123,6 +124,7 @@ def train(argv: Sequence[str]) -> None:
     """
     device = arguments.run_arguments(argv).device
     _check_device(device)
+    importlib.import_module("primus_turbo_plugin.training.preload")  # quietly; where we were forked, it is done already
     with contextlib.ExitStack() as stack:
         if device == "cpu":
             stack.enter_context(megatron_on_cpu(training_loop=True))
@@ -183,7 +185,11 @@ def _record_metrics(args: argparse.Namespace) -> None:
     from primus_turbo_plugin.training.metrics import MetricsFile
 
     # Megatron has a getter for its writer, but its setter makes a TensorBoard one only.
-    global_vars._GLOBAL_TENSORBOARD_WRITER = MetricsFile(args.turbo_metrics, also=global_vars.get_tensorboard_writer())
+    try:
+        writer = MetricsFile(args.turbo_metrics, also=global_vars.get_tensorboard_writer())
+    except OSError as error:
+        raise ConfigError(f"--turbo-metrics {args.turbo_metrics}: cannot be written ({error.strerror}).") from error
+    global_vars._GLOBAL_TENSORBOARD_WRITER = writer
 
 
 def _shut_down() -> None:
