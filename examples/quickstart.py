@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
+import os
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = "results.json"  # marks a folder as ours to replace
+SPLIT = "95,5,0"  # of the documents: training, validation, test
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,21 +102,86 @@ def check(options: argparse.Namespace) -> list[str]:
     """
     from primus_turbo_plugin.errors import ConfigError
     from primus_turbo_plugin.precision.recipe import Recipe
+    from primus_turbo_plugin.training.writable import check_folder
 
     recipes = [name.strip() for name in options.recipes.split(",") if name.strip()]
     if not recipes or len(set(recipes)) < len(recipes):
         raise ConfigError(f"--recipes: one or more different presets, separated by commas, got {options.recipes!r}.")
     for name in recipes:
         Recipe.preset(name)
+    check_sizes(options)
     if options.save_at is None:
         options.save_at = max(1, options.steps * 3 // 4)
     if not 0 < options.save_at < options.steps:
         raise ConfigError(
             f"--save-at: between 1 and {options.steps - 1} (--steps is {options.steps}), got {options.save_at}."
         )
+    check_folder("--out", options.out.parent)
     if options.out.exists() and not (options.out / RESULTS).exists():
         raise ConfigError(f"--out {options.out}: exists, and is not a quickstart's folder. Name another, or remove it.")
     return recipes
+
+
+def check_sizes(options: argparse.Namespace) -> None:
+    """The numbers, each by itself and together.
+
+    Raises:
+        ConfigError: Names the flags.
+    """
+    from primus_turbo_plugin.errors import ConfigError
+    from primus_turbo_plugin.training import sizes
+    from primus_turbo_plugin.training.stdlib_corpus import LARGEST_VOCAB, SMALLEST_VOCAB
+
+    least = {"steps": 2, "vocab": SMALLEST_VOCAB}  # the last step must come after the checkpoint's
+    for name in POSITIVE:
+        if getattr(options, name) is not None:
+            sizes.at_least(size(options, name), least.get(name, 1))
+    if options.vocab > LARGEST_VOCAB:
+        raise ConfigError(f"--vocab: at most {LARGEST_VOCAB}, got {options.vocab}.")
+    if not options.lr > 0:
+        raise ConfigError(f"--lr: more than 0, got {options.lr}.")
+    of = functools.partial(size, options)
+    sizes.attention(of("heads"), of("kv_heads"), of("tp"))
+    sizes.divides(of("heads"), of("hidden"))
+    if options.hidden // options.heads % 2:
+        raise ConfigError(
+            f"--hidden {options.hidden}: a head has {options.hidden // options.heads} channels; rotary embeddings take "
+            f"an even number. Take a multiple of {2 * options.heads}."
+        )
+    sizes.divides(of("tp"), of("ffn"))
+    sizes.divides(of("pp"), of("layers"))
+    sizes.sequence(of("seq"), options.tp, 1, sequence_parallel=options.tp > 1)
+    sizes.batch(of("batch"), of("micro_batch"), options.dp)
+
+
+POSITIVE = (
+    *("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq"),
+    *("steps", "batch", "micro_batch", "seed", "eval_iters", "characters", "tp", "pp", "dp"),
+)
+
+
+def size(options: argparse.Namespace, name: str) -> Any:
+    """A number with its flag."""
+    from primus_turbo_plugin.training.sizes import Size
+
+    return Size(f"--{name.replace('_', '-')}", getattr(options, name))
+
+
+def check_corpus(options: argparse.Namespace, corpus: Any) -> None:
+    """Refuse a dataset of which training or validation gets nothing: Megatron would search it for ever.
+
+    Raises:
+        ConfigError: Names the flag.
+    """
+    from primus_turbo_plugin.errors import ConfigError
+    from primus_turbo_plugin.training.dataset_splits import empty_splits, sequence_lengths
+
+    empty = empty_splits(sequence_lengths(corpus.prefix), SPLIT)
+    if empty:
+        raise ConfigError(
+            f"--characters {options.characters}: gives {corpus.documents} documents, and none for {' and '.join(empty)} "
+            f"(split {SPLIT}). Take more, or leave it out."
+        )
 
 
 def megatron_arguments(options: argparse.Namespace, corpus: Any, recipe: str, folder: Path) -> list[str]:
@@ -155,7 +224,7 @@ def megatron_arguments(options: argparse.Namespace, corpus: Any, recipe: str, fo
     data = {
         "data-path": corpus.prefix,
         "data-cache-path": Path(corpus.prefix).parent / "cache",
-        "split": "95,5,0",
+        "split": SPLIT,
         "tokenizer-type": "NullTokenizer",
         "vocab-size": corpus.vocab_size,
         "null-tokenizer-eod-id": 0,
@@ -318,11 +387,22 @@ def save_results(options: argparse.Namespace, runs: list[Run], resumed: str, pat
 
 @contextlib.contextmanager
 def all_or_nothing(out: Path) -> Iterator[Path]:
-    """A scratch folder beside `out` that takes its place if the block succeeds; if not, only its logs are kept."""
-    out.parent.mkdir(parents=True, exist_ok=True)
+    """A scratch folder beside `out` that takes its place if the block succeeds; if it fails, the ranks' logs are kept in
+    `<out>.failed-logs`, and the error says so; if it is interrupted, nothing is.
+
+    Raises:
+        ConfigError: The folder cannot be made.
+    """
+    from primus_turbo_plugin.errors import ConfigError
+
+    out = Path(os.path.abspath(out))  # `--out .` has a name only then
     scratch = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.filename}: {error.strerror}).") from error
     try:
         yield scratch
         old = out.with_name(f".{out.name}.old")
@@ -330,8 +410,29 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
             out.rename(old)
         scratch.rename(out)
         shutil.rmtree(old, ignore_errors=True)
+    except Exception as error:
+        keep_logs(scratch, out.with_name(f"{out.name}.failed-logs"), error)
+        raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def keep_logs(scratch: Path, kept: Path, error: Exception) -> None:
+    """Move the `logs` folder of every run in `scratch` to `kept/<run>`, in place of an earlier failure's, and say where."""
+    from primus_turbo_plugin.training.launch import RanksFailed
+
+    logs = [folder for folder in sorted(scratch.glob("*/logs")) if any(folder.iterdir())]
+    if not logs:
+        return
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir()
+    for folder in logs:
+        folder.rename(kept / folder.parent.name)
+    words = f"The processes' logs are in {kept}."
+    if isinstance(error, RanksFailed):
+        error.add(words)
+    else:
+        print(words, file=sys.stderr)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -345,6 +446,7 @@ def run(options: argparse.Namespace) -> None:
         (folder / "data").mkdir()
         corpus = stdlib_corpus.build(folder / "data", vocab_size=options.vocab, max_characters=options.characters)
         print(f"  {corpus.documents} documents, {corpus.tokens:,} tokens of {corpus.vocab_size} kinds", flush=True)
+        check_corpus(options, corpus)
         runs = [train(options, corpus, recipe, folder / recipe, recipe) for recipe in recipes]
         last = runs[-1]
         title = f"{last.recipe}, resumed at {options.save_at}"
@@ -355,11 +457,26 @@ def run(options: argparse.Namespace) -> None:
     report(options, corpus, runs, verdict, time.monotonic() - start)
 
 
+@contextlib.contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """Inside the block SIGTERM ends the program as Ctrl-C does: processes are stopped, and scratch files removed."""
+
+    def leave(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleaning up
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: list[str]) -> int:
     from primus_turbo_plugin.training.pretrain import one_line_errors
 
     options = parse(argv)
-    with one_line_errors(show_traceback=options.turbo_traceback) as outcome:
+    with sigterm_exits(), one_line_errors(show_traceback=options.turbo_traceback) as outcome:
         run(options)
     return outcome.exit_code
 

@@ -8,6 +8,7 @@ first rank to fail decides the error; the others, whose collectives can only han
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -52,8 +53,16 @@ class RanksFailed(TurboError):
     """At least one process failed; `failure` is the first."""
 
     def __init__(self, failure: Failure, world_size: int) -> None:
-        self.failure = failure
-        super().__init__(f"rank {failure.rank} of {world_size}: {failure.message}")
+        self.failure, self.world_size = failure, world_size
+        super().__init__(failure, world_size)
+
+    def __str__(self) -> str:
+        """Which rank, and why."""
+        return f"rank {self.failure.rank} of {self.world_size}: {self.failure.message}"
+
+    def add(self, sentence: str) -> None:
+        """Lengthen the message: what only the caller knows."""
+        self.failure = dataclasses.replace(self.failure, message=f"{self.failure.message} {sentence}")
 
 
 class Ranks:

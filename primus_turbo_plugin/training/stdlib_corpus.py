@@ -26,7 +26,8 @@ END_OF_DOCUMENT = "<|end|>"
 PREFIX_NAME = "stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "ensurepip"}
 _MIN_CHARACTERS = 200
-_SMALLEST_VOCAB = 256 + 1 + 1  # bytes, end of document, and at least one merge
+LARGEST_VOCAB = 65536  # tokens are stored as uint16
+SMALLEST_VOCAB = 256 + 1 + 1  # bytes, end of document, and at least one merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if not _SMALLEST_VOCAB <= vocab_size <= 65536:
-        raise ConfigError(f"vocabulary: between {_SMALLEST_VOCAB} and 65536 tokens, got {vocab_size}.")
+    if not SMALLEST_VOCAB <= vocab_size <= LARGEST_VOCAB:
+        raise ConfigError(f"vocabulary: between {SMALLEST_VOCAB} and {LARGEST_VOCAB} tokens, got {vocab_size}.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
