@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,11 @@ def read_checkpoint(iteration: Path) -> dict[str, Any]:
         for name, stored in metadata.state_dict_metadata.items()
         if isinstance(stored, TensorStorageMetadata)
     }
-    load(tensors, storage_reader=FileSystemReader(str(iteration)), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled"
+        )  # as intended: one process reads it all
+        load(tensors, storage_reader=FileSystemReader(str(iteration)), no_dist=True)
     state: dict[str, Any] = dict(tensors)
     for index, place in metadata.storage_data.items():
         if _kind(index.fqn) == "rng":
