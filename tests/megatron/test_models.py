@@ -126,7 +126,8 @@ def test_multi_token_prediction_matches_local(rank_info: RankInfo) -> None:
     model = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
     for layout in [{}, {"pipeline": 2}, {"tensor": 2}]:
         same_training(Job(model=model, steps=4, seed=rank_info.seed, **layout))
-    same_training(Job(model={**model, **MOE}, expert=2, steps=4, seed=rank_info.seed))
+    last_is_moe = {**model, **MOE, "moe_layer_freq": [0, 1]}  # an MTP layer is like the decoder's last
+    same_training(Job(model=last_is_moe, expert=2, steps=4, seed=rank_info.seed))
 
 
 @ranks(world_size=2, megatron=True)
