@@ -12,54 +12,18 @@ same bits; a table and a picture compare the recipes. Everything lands in one fo
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import itertools
-import json
-import os
-import shutil
-import signal
-import statistics
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Light ones only: every training process imports this file again.
+from primus_turbo_plugin.training.run_report import Run, draw, median_step_s, print_table, save_results
+from primus_turbo_plugin.training.scratch import all_or_nothing, sigterm_exits
+
 RESULTS = "results.json"  # marks a folder as ours to replace
 SPLIT = "95,5,0"  # of the documents: training, validation, test
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What one training run gave.
-
-    Attributes:
-        recipe: Precision preset.
-        losses: Training loss by step.
-        validation: Validation loss by step.
-        tokens_per_s: Over the median step.
-        seconds: From start to end, checkpoints and validation included.
-        checkpoints: Folder of `iter_*` folders.
-    """
-
-    recipe: str
-    losses: dict[int, float]
-    validation: dict[int, float]
-    tokens_per_s: float
-    seconds: float
-    checkpoints: Path
-
-    @property
-    def train_loss(self) -> float:
-        """Mean over the last steps: one batch is small, its loss jumps about."""
-        return statistics.fmean(list(self.losses.values())[-10:])
-
-    @property
-    def validation_loss(self) -> float:
-        """The last one."""
-        return list(self.validation.values())[-1]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -270,14 +234,12 @@ def train(
             news = list(reader.new())
             everything += news
             progress.follow(iter(news), display, speed)
-    losses = {m.step: m for m in everything if m.tag == "lm loss"}
-    times = [m.time_s for m in losses.values()]
-    step_s = statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else float("nan")
+    losses = [m for m in everything if m.tag == "lm loss"]
     return Run(
         recipe=recipe,
-        losses={step: m.value for step, m in losses.items()},
+        losses={m.step: m.value for m in losses},
         validation={m.step: m.value for m in everything if m.tag == "lm loss validation"},
-        tokens_per_s=options.batch * options.seq / step_s,
+        tokens_per_s=options.batch * options.seq / median_step_s([m.time_s for m in losses]),
         seconds=time.monotonic() - start,
         checkpoints=folder / "checkpoints",
     )
@@ -307,132 +269,16 @@ def check_resumed(options: argparse.Namespace, whole: Run, resumed: Run) -> str:
     )
 
 
-def smooth(values: list[float], keep: float = 0.85) -> list[float]:
-    """Exponential moving average, started at the first value."""
-    return list(itertools.accumulate(values, lambda mean, value: keep * mean + (1 - keep) * value))
-
-
-def draw(runs: list[Run], picture: Path) -> None:
-    """Above: loss of every recipe, training smoothed, validation as dots. Below: what each loses to the first."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), dpi=120, sharex=True, height_ratios=(3, 1))
-    colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
-    for run, color, style in zip(runs, colors, itertools.cycle(("-", "--", ":"))):
-        steps, losses = list(run.losses), list(run.losses.values())
-        above.plot(steps, losses, color=color, linewidth=0.6, alpha=0.3)
-        above.plot(steps, smooth(losses), style, color=color, linewidth=2, label=f"{run.recipe}, training (smoothed)")
-        dots = {
-            "color": color,
-            "markerfacecolor": "none" if style != "-" else color,
-            "label": f"{run.recipe}, validation",
-        }
-        above.plot(list(run.validation), list(run.validation.values()), "o", markersize=9, **dots)
-        if run is not runs[0]:
-            gap = [loss - runs[0].losses[step] for step, loss in run.losses.items()]
-            below.plot(steps, gap, color=color, linewidth=0.6, alpha=0.4)
-            below.plot(steps, smooth(gap), color=color, linewidth=2)
-    below.axhline(0, color=colors[0], linewidth=1)
-    above.set(ylabel="loss (nats a token)", title="The same model and batches, one curve a precision recipe")
-    below.set(xlabel="step", ylabel=f"minus {runs[0].recipe}")
-    above.legend()
-    for axes in (above, below):
-        axes.grid(alpha=0.3)
-    figure.savefig(picture, bbox_inches="tight")
-    plt.close(figure)
-
-
-def report(options: argparse.Namespace, corpus: Any, runs: list[Run], resumed: str, seconds: float) -> None:
-    """The closing table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=f"{options.steps} steps of {options.batch} x {options.seq} tokens, {corpus.tokens:,} tokens of text"
-    )
-    for heading in ("recipe", "first loss", "train loss", "validation loss", "tokens/s", "time"):
-        table.add_column(heading, justify="left" if heading == "recipe" else "right")
-    for run in runs:
-        first = next(iter(run.losses.values()))
-        cells = [run.recipe, f"{first:.3f}", f"{run.train_loss:.3f}", f"{run.validation_loss:.3f}"]
-        table.add_row(*cells, f"{run.tokens_per_s:,.0f}", f"{run.seconds:.0f} s")
-    console = Console(soft_wrap=True)
-    console.print(table)
-    console.print("train loss: mean of the last 10 steps. A CPU emulates the low-precision recipes, hence slower.")
-    console.print(resumed)
-    files = {"picture": "loss.png", "numbers": RESULTS, "dataset": "data", "checkpoints": "<recipe>/checkpoints"}
+def report(options: argparse.Namespace, corpus: Any, runs: list[Run], resumed: str) -> None:
+    """The closing table, what the resumed run showed, and where everything is."""
+    size = f"{options.steps} steps of {options.batch} x {options.seq} tokens, {corpus.tokens:,} tokens of text"
+    print_table(size, runs)
+    print("train loss: mean of the last 10 steps. A CPU emulates the low-precision recipes, hence slower.")
+    print(resumed)
+    folders = ", ".join(run.recipe for run in runs)
+    files = {"picture": "loss.png", "numbers": RESULTS, "dataset": "data", "checkpoints and logs": f"{{{folders}}}"}
     for what, path in files.items():
-        console.print(f"{what:>12}: {options.out / path}", markup=False, highlight=False)
-    console.print(f"done in {seconds:.0f} s")
-
-
-def save_results(options: argparse.Namespace, runs: list[Run], resumed: str, path: Path) -> None:
-    recipes = {
-        run.recipe: {
-            "train_loss": run.train_loss,
-            "validation_loss": run.validation_loss,
-            "tokens_per_s": run.tokens_per_s,
-            "seconds": run.seconds,
-            "losses": run.losses,
-            "validation": run.validation,
-        }
-        for run in runs
-    }
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    path.write_text(json.dumps({"settings": settings, "recipes": recipes, "resumed": resumed}, indent=2) + "\n")
-
-
-@contextlib.contextmanager
-def all_or_nothing(out: Path) -> Iterator[Path]:
-    """A scratch folder beside `out` that takes its place if the block succeeds; if it fails, the ranks' logs are kept in
-    `<out>.failed-logs`, and the error says so; if it is interrupted, nothing is.
-
-    Raises:
-        ConfigError: The folder cannot be made.
-    """
-    from primus_turbo_plugin.errors import ConfigError
-
-    out = Path(os.path.abspath(out))  # `--out .` has a name only then
-    scratch = out.with_name(f".{out.name}.partial")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir()
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.filename}: {error.strerror}).") from error
-    try:
-        yield scratch
-        old = out.with_name(f".{out.name}.old")
-        if out.exists():
-            out.rename(old)
-        scratch.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:
-        keep_logs(scratch, out.with_name(f"{out.name}.failed-logs"), error)
-        raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def keep_logs(scratch: Path, kept: Path, error: Exception) -> None:
-    """Move the `logs` folder of every run in `scratch` to `kept/<run>`, in place of an earlier failure's, and say where."""
-    from primus_turbo_plugin.training.launch import RanksFailed
-
-    logs = [folder for folder in sorted(scratch.glob("*/logs")) if any(folder.iterdir())]
-    if not logs:
-        return
-    shutil.rmtree(kept, ignore_errors=True)
-    kept.mkdir()
-    for folder in logs:
-        folder.rename(kept / folder.parent.name)
-    words = f"The processes' logs are in {kept}."
-    if isinstance(error, RanksFailed):
-        error.add(words)
-    else:
-        print(words, file=sys.stderr)
+        print(f"{what + ':':<22}{options.out / path}")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -453,23 +299,9 @@ def run(options: argparse.Namespace) -> None:
         resumed = train(options, corpus, last.recipe, folder / "resumed", title, resume=last.checkpoints)
         verdict = check_resumed(options, last, resumed)
         draw(runs, folder / "loss.png")
-        save_results(options, runs, verdict, folder / RESULTS)
-    report(options, corpus, runs, verdict, time.monotonic() - start)
-
-
-@contextlib.contextmanager
-def sigterm_exits() -> Iterator[None]:
-    """Inside the block SIGTERM ends the program as Ctrl-C does: processes are stopped, and scratch files removed."""
-
-    def leave(number: int, frame: Any) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleaning up
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        save_results(folder / RESULTS, vars(options), runs, verdict)
+    report(options, corpus, runs, verdict)
+    print(f"done in {time.monotonic() - start:.0f} s")
 
 
 def main(argv: list[str]) -> int:
