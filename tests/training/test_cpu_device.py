@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,30 @@ from torch.overrides import _get_current_function_mode
 
 from primus_turbo_plugin.errors import UnsupportedError
 from primus_turbo_plugin.training.cpu_device import megatron_on_cpu, on_cpu
-from primus_turbo_plugin.training.cpu_device.megatron_shims import CORE_SHIMS
+from primus_turbo_plugin.training.cpu_device.megatron_shims import CORE_SHIMS, TRAINING_LOOP_SHIMS
 from primus_turbo_plugin.training.cpu_device.patching import Shim, patched
 from primus_turbo_plugin.training.cpu_device.torch_shims import TORCH_SHIMS
 
 EVERY_SHIM = [*CORE_SHIMS, *TORCH_SHIMS]
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "training-on-cpu.md"
+
+
+def shim_table() -> str:
+    """The table of docs/training-on-cpu.md: targets that share a reason stand together."""
+    by_reason: dict[str, list[str]] = {}
+    for shim in [*TORCH_SHIMS, *CORE_SHIMS, *TRAINING_LOOP_SHIMS]:
+        by_reason.setdefault(shim.why, []).append(f"`{shim.target.replace(':', '.')}`")
+    rows = [f"| {', '.join(targets)} | {why} |" for why, targets in by_reason.items()]
+    return "\n".join(["| attribute | why |", "|---|---|", *rows]) + "\n"
+
+
+def test_the_documented_list_is_the_list() -> None:
+    text = DOCUMENT.read_text()
+    assert f"<!-- shims: begin -->\n{shim_table()}<!-- shims: end -->" in text, (
+        f"paste into {DOCUMENT.name}:\n{shim_table()}"
+    )
 
 
 def _objects() -> dict[str, Any]:
