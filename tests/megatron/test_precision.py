@@ -205,12 +205,15 @@ def test_stochastic_rounding_is_not_ignored(rank_info: RankInfo) -> None:
 
 @pytest.mark.slow
 @ranks(world_size=2, megatron=True)
-@pytest.mark.parametrize("precision", ["bf16", "mxfp4"])
-def test_fused_gradient_accumulation_counts_every_micro_batch(rank_info: RankInfo, precision: str) -> None:
-    """Accumulating into `main_grad` inside the wgrad GEMM gives what accumulating in `.grad` gives, overlap or not."""
+@pytest.mark.parametrize(("precision", "steps"), [("bf16", 4), ("mxfp4", 1)])
+def test_fused_gradient_accumulation_counts_every_micro_batch(rank_info: RankInfo, precision: str, steps: int) -> None:
+    """Accumulating into `main_grad` inside the wgrad GEMM gives what accumulating in `.grad` gives, overlap or not.
+
+    One step in MXFP4: the sums differ in their last bits, and a bit of a weight may move it to another code.
+    """
     _pretend_apex_for_the_output_layer()
     model = {**WIDE, "num_layers": 2}
-    job = Job(model=model, turbo={"precision": precision}, steps=4, seed=rank_info.seed, micro_batches=3)
+    job = Job(model=model, turbo={"precision": precision}, steps=steps, seed=rank_info.seed, micro_batches=3)
     plain = train(job)
     fused = job.but(model={**model, "gradient_accumulation_fusion": True})
     for other in [
@@ -222,9 +225,9 @@ def test_fused_gradient_accumulation_counts_every_micro_batch(rank_info: RankInf
 
 
 def same_numbers(result: Result, expected: Result) -> None:
-    """Equal up to the order in which gradients are summed, which quantising then enlarges."""
-    assert relative_difference(result.losses, expected.losses) <= 1e-3
-    assert relative_difference(result.gradient_norms, expected.gradient_norms) <= 1e-2
+    """Equal up to the order in which gradients are summed."""
+    assert relative_difference(result.losses, expected.losses) <= 1e-5
+    assert relative_difference(result.gradient_norms, expected.gradient_norms) <= 1e-4
 
 
 def _pretend_apex_for_the_output_layer() -> None:

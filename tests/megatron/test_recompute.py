@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,14 @@ def selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
+#: Megatron compiles a small extension the first time a module is recomputed without its output being kept.
+needs_compiler = pytest.mark.skipif(
+    shutil.which("ninja") is None or shutil.which("g++") is None,
+    reason="Megatron's recompute compiles with g++ and ninja",
+)
+
+
+@needs_compiler
 @ranks(world_size=2, megatron=True)
 @pytest.mark.parametrize("turbo", [{}, STOCHASTIC], ids=["bf16", "mxfp4_stochastic"])
 @pytest.mark.parametrize("layout", [{"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}], ids=["tp2_sp", "pp2"])
@@ -52,6 +61,7 @@ def test_recomputation_gives_the_same_bits(rank_info: RankInfo, layout: dict[str
         assert again.gradient_norms == plain.gradient_norms, recompute
 
 
+@needs_compiler
 @ranks(world_size=2, megatron=True)
 @pytest.mark.parametrize(
     ("model", "recompute"),
