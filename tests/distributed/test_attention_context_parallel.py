@@ -49,8 +49,10 @@ def check_against_one_rank(
         full = share(want_grads[position], info, rooms=rooms)
         assert relative_error(got_grads[position], full) <= BARS[dtype], position
     for grad, full in zip(got_grads[3:], want_grads[3:]):
-        dist.all_reduce(grad)  # as finalize_model_grads does for parameters
-        assert relative_error(grad, full) <= BARS[dtype]
+        total, scale = grad.double(), grad.double().abs()
+        dist.all_reduce(total)  # as finalize_model_grads does for parameters
+        dist.all_reduce(scale)  # each rank rounds its part, and the parts may cancel
+        assert (total - full.double()).abs().max() <= BARS[dtype] * max(scale.max().item(), 0.5)
 
 
 def inputs(
