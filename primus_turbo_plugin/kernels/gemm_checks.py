@@ -44,3 +44,29 @@ def check_gemm_nt(
         raise ShapeError(
             f"gemm_nt: all tensors must be on one device, got {sorted(map(str, devices))}. Move them together."
         )
+
+
+def common_length(a: torch.Tensor | QuantizedTensor, b: torch.Tensor | QuantizedTensor) -> int:
+    """Stored contraction length both operands share: K, and with a rotation the padding that it filled.
+
+    Two quantised operands may be padded to different block sizes; past this length both hold zeros.
+    """
+    rotations = [_rotation(a), _rotation(b)]
+    if rotations[0] != rotations[1]:
+        raise ShapeError(
+            f"gemm_nt: both operands must be rotated alike along K, got {rotations[0]} and {rotations[1]}. "
+            "Give both specs the same hadamard, random_signs and signs seed."
+        )
+    size = _hadamard(a) or 1
+    return -(-a.shape[1] // size) * size
+
+
+def _hadamard(operand: torch.Tensor | QuantizedTensor) -> int:
+    return operand.spec.hadamard if isinstance(operand, QuantizedTensor) else 0
+
+
+def _rotation(operand: torch.Tensor | QuantizedTensor) -> str:
+    if not isinstance(operand, QuantizedTensor) or not operand.spec.hadamard:
+        return "no rotation"
+    signs = f" with signs of seed {operand.signs_seed}" if operand.spec.random_signs else ""
+    return f"H{operand.spec.hadamard}{signs}"

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from primus_turbo_plugin.errors import ShapeError
-from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt
+from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt, common_length
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import GemmRequest
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
@@ -52,7 +51,7 @@ def gemm_nt(
         ShapeError: Shapes, dtypes, devices or rotations do not fit.
     """
     check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out)
-    length = _common_length(a, b)
+    length = common_length(a, b)
     y = out if out is not None else torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     for b_rows, b_piece in _pieces(b, length):
         for a_rows, a_piece in _pieces(a, length):
@@ -99,32 +98,6 @@ def _pieces(operand: torch.Tensor | QuantizedTensor, length: int) -> Iterator[tu
             yield rows, _Piece(values[:, :length], scale)
         else:
             yield rows, _Piece(operand[rows].float(), None)
-
-
-def _common_length(a: torch.Tensor | QuantizedTensor, b: torch.Tensor | QuantizedTensor) -> int:
-    """Stored contraction length both operands share: K, and with a rotation the padding that it filled.
-
-    Two quantised operands may be padded to different block sizes; past this length both hold zeros.
-    """
-    rotations = [_rotation(a), _rotation(b)]
-    if rotations[0] != rotations[1]:
-        raise ShapeError(
-            f"gemm_nt: both operands must be rotated alike along K, got {rotations[0]} and {rotations[1]}. "
-            "Give both specs the same hadamard, random_signs and signs seed."
-        )
-    size = _hadamard(a) or 1
-    return -(-a.shape[1] // size) * size
-
-
-def _hadamard(operand: torch.Tensor | QuantizedTensor) -> int:
-    return operand.spec.hadamard if isinstance(operand, QuantizedTensor) else 0
-
-
-def _rotation(operand: torch.Tensor | QuantizedTensor) -> str:
-    if not isinstance(operand, QuantizedTensor) or not operand.spec.hadamard:
-        return "no rotation"
-    signs = f" with signs of seed {operand.signs_seed}" if operand.spec.random_signs else ""
-    return f"H{operand.spec.hadamard}{signs}"
 
 
 def supports(request: GemmRequest) -> str | None:

@@ -11,8 +11,7 @@ from typing import NamedTuple, Union
 
 import torch
 
-from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt
-from primus_turbo_plugin.kernels.reference.gemm import _common_length
+from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt, common_length
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import GemmRequest
 from primus_turbo_plugin.kernels.triton.targets import SCALED_MATRIX_UNITS, has_scaled_matrix_units, refusal
@@ -85,7 +84,7 @@ def gemm_nt(
         ShapeError: Shapes, dtypes, devices or rotations do not fit.
     """
     check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out)
-    length = _common_length(a, b)
+    length = common_length(a, b)
     y = out if out is not None else torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     if y.numel() == 0:
         return y
