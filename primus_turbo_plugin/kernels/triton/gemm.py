@@ -7,24 +7,20 @@ kernel and multiplied by the bf16 units: the format's values, not its speed. FP8
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 import torch
 
+from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt, common_length
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import GemmRequest
-from primus_turbo_plugin.kernels.triton.targets import SCALED_MATRIX_UNITS, has_scaled_matrix_units, refusal
+from primus_turbo_plugin.kernels.triton import gemm_config
+from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig, default_config
+from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, key_of
+from primus_turbo_plugin.kernels.triton.targets import SCALED_MATRIX_UNITS, refusal
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
-
-Operand = Union[torch.Tensor, QuantizedTensor]  # noqa: UP007  (evaluated at run time; Python 3.10's torch.Tensor has no |)
-
-_PLAIN_TILE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
-_QUANTIZED_TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "GROUP": 8, "num_warps": 8, "num_stages": 2}
-"""BLOCK_K is one FP8 block of 128, or four MX blocks."""
-_SMALL_TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "GROUP": 8, "num_warps": 4}
-_SMALL = 512
 
 
 class OperandMeta(NamedTuple):
@@ -67,6 +63,7 @@ def gemm_nt(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    config: GemmConfig | None = None,
 ) -> torch.Tensor:
     """y = a @ b.T (+ bias), accumulated in fp32 and rounded once to `out_dtype`.
 
@@ -76,12 +73,14 @@ def gemm_nt(
         out_dtype: dtype of the result; float32 when `out` is given.
         bias: `[N]`, added in fp32 before the rounding; not together with `out`.
         out: fp32 `[M, N]`, accumulated into in place and returned.
+        config: How to compute it; None takes `resolve_config`'s choice.
 
     Returns:
         `[M, N]` in `out_dtype`, or `out`.
 
     Raises:
         ShapeError: Shapes, dtypes, devices or rotations do not fit.
+        ConfigError: `config` cannot serve this product.
     """
     check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out)
     length = common_length(a, b)
@@ -91,8 +90,13 @@ def gemm_nt(
     if length == 0:
         return y if out is not None else (y.zero_() if bias is None else y.copy_(bias.expand_as(y)))
     with torch.cuda.device(a.device):
-        _launch(a, b, bias, y, length, accumulate=out is not None)
+        _launch(a, b, bias, y, length, accumulate=out is not None, config=config)
     return y
+
+
+def resolve_config(key: GemmKey) -> GemmConfig:
+    """How a product is computed unless the caller says."""
+    return default_config(key)
 
 
 def supports(request: GemmRequest) -> str | None:
@@ -114,26 +118,30 @@ def supports(request: GemmRequest) -> str | None:
     return None
 
 
-def _launch(a: Operand, b: Operand, bias: torch.Tensor | None, y: torch.Tensor, length: int, accumulate: bool) -> None:
+def _launch(
+    a: Operand, b: Operand, bias: torch.Tensor | None, y: torch.Tensor, length: int, accumulate: bool, config: GemmConfig | None
+) -> None:  # fmt: skip
     from primus_turbo_plugin.kernels.triton.gemm_kernel import gemm_nt_kernel
 
-    meta_a, meta_b = OperandMeta.of(a), OperandMeta.of(b)
-    tile = dict(_PLAIN_TILE if meta_a.element == meta_b.element == "plain" else _QUANTIZED_TILE)
-    rows, cols = y.shape
-    if min(rows, cols) < _SMALL:
-        tile |= _SMALL_TILE
+    key = key_of(a, b, y, length, bias=bias is not None, accumulate=accumulate)
+    if config is None:
+        config = resolve_config(key)
+    reason = gemm_config.refusal(key, config)
+    if reason is not None:
+        raise ConfigError(f"gemm_nt: {key} cannot be computed with {config}: {reason}. Choose one of candidates(key).")
     stored = [x.padded_contraction if isinstance(x, QuantizedTensor) else x.shape[1] for x in (a, b)]
-    grid = (-(-rows // tile["BLOCK_M"]) * -(-cols // tile["BLOCK_N"]),)
+    grid = (config.tiles(key),)
     data_a, scale_a = _buffers(a)
     data_b, scale_b = _buffers(b)
     gemm_nt_kernel[grid](
         data_a, scale_a, data_b, scale_b, bias, y,
-        rows, cols, length, *stored,
+        *y.shape, length, *stored,
         *data_a.stride(), *data_b.stride(), *y.stride(),
-        A=meta_a, B=meta_b, ACCUMULATE=accumulate,
-        EVEN_K=all(size >= length and length % tile["BLOCK_K"] == 0 for size in stored),
-        NATIVE_MX=meta_a.is_mx and meta_b.is_mx and has_scaled_matrix_units(y.device.index),
-        **tile,
+        A=OperandMeta.of(a), B=OperandMeta.of(b), ACCUMULATE=accumulate,
+        EVEN_K=all(size >= length and length % config.block_k == 0 for size in stored),
+        NATIVE_MX=config.units == "mx",
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=config.group_m,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
 

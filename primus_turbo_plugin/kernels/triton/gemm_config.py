@@ -1,0 +1,215 @@
+"""`GemmConfig`: how one product is computed. Candidates, the reasons that strike one out, and the shipped default of each GPU.
+
+The choice is data. `default_config` is a pure function of a `GemmKey`; a tuner times `candidates(key)`. `refusal(key, config)`
+says why a configuration cannot serve a product, and an explicit one that cannot is an error, never replaced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+from primus_turbo_plugin.errors import ConfigError
+from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, OperandKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmConfig:
+    """How one product is computed; every field changes code or order, none changes what is computed beyond fp32 rounding.
+
+    Attributes:
+        block_m: Rows of a program's tile.
+        block_n: Columns of a program's tile.
+        block_k: Contraction of one step.
+        group_m: Tiles of M side by side before the next tile of N, for the L2 cache.
+        num_warps: Warps (waves) of a program.
+        num_stages: Steps in flight.
+        split_k: Programs that share a tile's contraction; their partial sums are added in a fixed order by a second kernel.
+        persistent: One program a compute unit, which walks over tiles; otherwise one program a tile.
+        loads: `pointers`, or `descriptors`: tiles copied by the tensor copy engine.
+        units: What multiplies: `half` (bf16 or fp16), `fp8`, or `mx` (scaled matrix units).
+        decode: Where operands that `units` cannot read become bf16: in every program that reads a `tile`, or once, into a
+            `scratch` copy of 2 bytes an element that lives as long as the call.
+        epilogue_parts: Pieces in which a tile is stored, so that less shared memory waits for it.
+        num_xcds: Chiplets among which the hardware deals out programs; neighbouring tiles are put on one. 1: no reordering.
+        matrix_instr_nonkdim: AMD: M and N of the matrix instruction, 0 for Triton's choice.
+        waves_per_eu: AMD: waves a SIMD should hold, 0 for the compiler's choice.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+    split_k: int = 1
+    persistent: bool = False
+    loads: Literal["pointers", "descriptors"] = "pointers"
+    units: Literal["half", "fp8", "mx"] = "half"
+    decode: Literal["tile", "scratch"] = "tile"
+    epilogue_parts: int = 1
+    num_xcds: int = 1
+    matrix_instr_nonkdim: int = 0
+    waves_per_eu: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k", "num_warps", "epilogue_parts"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ConfigError(f"gemm config: {name} must be a power of two, got {value}.")
+        for name in ("group_m", "num_stages", "split_k", "num_xcds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"gemm config: {name} must be at least 1, got {getattr(self, name)}.")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"gemm config: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}."
+                )
+
+    def tiles(self, key: GemmKey) -> int:
+        """Output tiles of a product."""
+        return -(-key.rows // self.block_m) * -(-key.cols // self.block_n)
+
+    def scratch_bytes(self, key: GemmKey) -> int:
+        """Device memory a call needs beside its operands and result: decoded operands, partial sums."""
+        decoded = 0
+        if self.decode == "scratch" and self.units == "half":
+            outer = ((key.a, key.rows), (key.b, key.cols))
+            decoded = sum(2 * rows * key.contraction for kind, rows in outer if not kind.is_plain)
+        return decoded + (4 * self.split_k * key.rows * key.cols if self.split_k > 1 else 0)
+
+
+_CHOICES = {"loads": ("pointers", "descriptors"), "units": ("half", "fp8", "mx"), "decode": ("tile", "scratch")}
+
+_SHARED_MEMORY_RESERVE = 1 << 10
+_ACCUMULATORS_PER_THREAD = 256
+"""fp32 accumulators that still leave registers for anything else: 512 a lane on CDNA with 4 waves, 255 a thread on NVIDIA."""
+
+
+def refusal(key: GemmKey, config: GemmConfig) -> str | None:
+    """Why a configuration cannot serve a product, or None."""
+    return _units_refusal(key, config) or _loads_refusal(key, config) or _size_refusal(key, config)
+
+
+def _units_refusal(key: GemmKey, config: GemmConfig) -> str | None:
+    kinds = (key.a, key.b)
+    native = key.capabilities.native_formats
+    if config.units == "fp8":
+        if not all(kind.is_fp8 for kind in kinds):
+            return "units fp8 multiply two FP8 operands"
+        if "fp8" not in native:
+            return key.capabilities.emulation("fp8")
+    if config.units == "mx":
+        if not all(kind.is_mx for kind in kinds):
+            return "units mx multiply two MX operands"
+        if key.arch not in ("gfx950", "gfx1250"):
+            return f"{key.arch} has no scaled matrix units that Triton's dot_scaled reaches with plain scales"
+    if config.decode == "scratch" and (config.units != "half" or all(kind.is_plain for kind in kinds)):
+        return "nothing is to be decoded"
+    return None
+
+
+def _loads_refusal(key: GemmKey, config: GemmConfig) -> str | None:
+    if config.loads != "descriptors":
+        return None
+    if key.capabilities.tensor_dma != "TMA":
+        return f"{key.arch} has no TMA"
+    if config.split_k > 1:
+        return "split_k is for loads: pointers"
+    for name, kind in (("a", key.a), ("b", key.b)):
+        in_scratch = config.decode == "scratch" and not kind.is_plain
+        if in_scratch:
+            if key.contraction * 2 % 16:
+                return f"{name}: decoded rows are not a multiple of 16 bytes apart"
+        elif not kind.aligned:
+            return f"{name}: address or row distance is not a multiple of 16 bytes"
+        elif not kind.is_plain and config.units == "half":
+            return f"{name}: codes are decoded behind loads: pointers, or into a scratch copy"
+    return None
+
+
+def _size_refusal(key: GemmKey, config: GemmConfig) -> str | None:
+    blocked = any(kind.block in ("1x128", "128x128") for kind in (key.a, key.b))
+    if blocked and not (config.decode == "scratch" and config.units == "half") and config.block_k != 128:
+        return f"FP8 blocks of 128 need block_k 128, got {config.block_k}"
+    if blocked and config.decode == "scratch" and config.units == "half":
+        return "the fp32 scales of FP8 blocks belong to partial sums, not into a bf16 copy"
+    if any(kind.is_mx for kind in (key.a, key.b)) and config.block_k < 32:
+        return f"MX blocks of 32 need block_k of at least 32, got {config.block_k}"
+    if config.units != "half" and config.block_k < 64:
+        return f"8-bit and 4-bit units need block_k of at least 64, got {config.block_k}"
+    lanes = config.num_warps * key.capabilities.wave_size
+    if lanes and config.block_m * config.block_n > _ACCUMULATORS_PER_THREAD * lanes:
+        return f"{config.block_m * config.block_n // lanes} accumulators a thread"
+    steps = -(-key.contraction // config.block_k)
+    if config.split_k > max(steps, 1):
+        return f"{config.split_k} shares of {steps} steps"
+    limit, needed = key.capabilities.lds_bytes, shared_memory_bytes(key, config)
+    if limit and needed > limit - _SHARED_MEMORY_RESERVE:
+        return f"{needed // 1024} KiB of shared memory, {key.arch} has {limit // 1024}"
+    return None
+
+
+def shared_memory_bytes(key: GemmKey, config: GemmConfig) -> int:
+    """Estimate of a program's shared memory: the steps in flight, and where descriptors store it, the tile's part.
+
+    On NVIDIA `num_stages` buffers are filled; AMD's pipeliner keeps one step in registers.
+    """
+
+    def row_bytes(kind: OperandKey) -> int:
+        bits = kind.bits if config.units != "half" or (config.decode == "tile" and not kind.is_plain) else 16
+        return config.block_k * bits // 8
+
+    step = config.block_m * row_bytes(key.a) + config.block_n * row_bytes(key.b)
+    buffers = config.num_stages if key.capabilities.vendor == "nvidia" else max(config.num_stages - 1, 1)
+    stored = 0
+    if config.loads == "descriptors":
+        stored = config.block_m * config.block_n * (4 if key.out == "fp32" else 2) // config.epilogue_parts
+    return step * buffers + stored
+
+
+def considered(key: GemmKey) -> list[GemmConfig]:
+    """Everything a tuner should look at for a product, whether or not it can serve it."""
+    base = default_config(key)
+    tiles = [(256, 128), (128, 256), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64)]
+    if key.capabilities.vendor == "amd":
+        tiles = [(256, 256), *tiles]
+    steps = {base.block_k, 64, 128}
+    found = [base]
+    for (block_m, block_n), block_k, num_warps, num_stages in product(tiles, sorted(steps), (4, 8), (2, 3, 4)):
+        found.append(
+            replace(base, block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
+        )
+    found += [replace(base, group_m=group_m) for group_m in (4, 16)]
+    found += [replace(base, persistent=not base.persistent)]
+    found += [replace(base, split_k=split_k, loads="pointers", persistent=False) for split_k in (2, 4, 8)]
+    return list(dict.fromkeys(found))
+
+
+def candidates(key: GemmKey) -> list[GemmConfig]:
+    """Configurations that can serve a product, the shipped default first; `struck_out` has the others."""
+    return [config for config in considered(key) if refusal(key, config) is None]
+
+
+def struck_out(key: GemmKey) -> list[tuple[GemmConfig, str]]:
+    """Configurations that were considered and cannot serve a product, each with the reason."""
+    reasons = ((config, refusal(key, config)) for config in considered(key))
+    return [(config, reason) for config, reason in reasons if reason is not None]
+
+
+_SMALL = 512
+_SMALL_TILE = {"block_m": 64, "block_n": 64, "num_warps": 4}
+
+
+def default_config(key: GemmKey) -> GemmConfig:
+    """The shipped configuration of a product: what was fastest where it could be measured, what compiles well elsewhere."""
+    plain = key.a.is_plain and key.b.is_plain
+    config = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3)
+    if not plain:
+        config = replace(config, block_n=128, block_k=128, num_stages=2)
+        if key.a.is_mx and key.b.is_mx and key.arch in ("gfx950", "gfx1250"):
+            config = replace(config, units="mx")
+    if min(key.rows, key.cols) < _SMALL:
+        config = replace(config, **_SMALL_TILE)
+    return config
