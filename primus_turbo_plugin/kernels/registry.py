@@ -12,12 +12,13 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
 
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
 from primus_turbo_plugin.kernels.requests import Request
+from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
 
 RequestT = TypeVar("RequestT", bound=Request)
 
@@ -44,6 +45,7 @@ class Backend(Generic[RequestT]):
         supports: None when the request can be served, otherwise the reason why not.
         matrix_units: Architecture -> quantised formats that a product of two such operands multiplies on the GPU's own units for
             them. Everything else is decoded first, which the report calls emulation.
+        tune: Gives `kernels` that take their configurations from a tuning table; None where there is nothing to tune.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Backend(Generic[RequestT]):
     kernels: Any
     supports: Callable[[RequestT], str | None]
     matrix_units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tune: Callable[[TuningTable], Any] | None = None
 
     @property
     def op(self) -> str:
@@ -95,6 +98,13 @@ class KernelRegistry:
     @property
     def ops(self) -> tuple[str, ...]:
         return tuple(self._by_op)
+
+    def tuned(self, table: TuningTable) -> KernelRegistry:
+        """The same backends, their kernels configured by `table`."""
+        backends = [backend for named in self._by_op.values() for backend in named.values()]
+        return KernelRegistry(
+            backend if backend.tune is None else replace(backend, kernels=backend.tune(table)) for backend in backends
+        )
 
     def names(self, op: str) -> tuple[str, ...]:
         """Backends of an op in default order."""
@@ -179,6 +189,14 @@ def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 @functools.cache
-def default_registry() -> KernelRegistry:
-    """The registry of all backends in this package."""
-    return KernelRegistry(importlib.import_module(name).BACKEND for name in _BACKEND_MODULES)
+def default_registry(tuning_file: str | None = None) -> KernelRegistry:
+    """The registry of all backends in this package.
+
+    Args:
+        tuning_file: Tuned configurations that go before the shipped ones; read once a process.
+
+    Raises:
+        ConfigError: The file cannot be used.
+    """
+    backends = KernelRegistry(importlib.import_module(name).BACKEND for name in _BACKEND_MODULES)
+    return backends.tuned(tuning_table(tuning_file))

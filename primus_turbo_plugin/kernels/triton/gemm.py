@@ -6,8 +6,11 @@ kernel and multiplied by the bf16 units: the format's values, not its speed. FP8
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import NamedTuple
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,9 +19,11 @@ from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt, common_length
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import GemmRequest
 from primus_turbo_plugin.kernels.triton import gemm_config
-from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig, default_config
+from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
 from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, key_of
+from primus_turbo_plugin.kernels.triton.gemm_tuning import TUNABLE
 from primus_turbo_plugin.kernels.triton.targets import SCALED_MATRIX_UNITS, refusal
+from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
@@ -64,6 +69,7 @@ def gemm_nt(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     config: GemmConfig | None = None,
+    resolve: Callable[[GemmKey], GemmConfig] | None = None,
 ) -> torch.Tensor:
     """y = a @ b.T (+ bias), accumulated in fp32 and rounded once to `out_dtype`.
 
@@ -73,7 +79,8 @@ def gemm_nt(
         out_dtype: dtype of the result; float32 when `out` is given.
         bias: `[N]`, added in fp32 before the rounding; not together with `out`.
         out: fp32 `[M, N]`, accumulated into in place and returned.
-        config: How to compute it; None takes `resolve_config`'s choice.
+        config: How to compute it; None takes `resolve`'s choice.
+        resolve: Chooses by the product's key; None is `resolve_config`. `Backend.tune` puts a tuning table here.
 
     Returns:
         `[M, N]` in `out_dtype`, or `out`.
@@ -90,13 +97,18 @@ def gemm_nt(
     if length == 0:
         return y if out is not None else (y.zero_() if bias is None else y.copy_(bias.expand_as(y)))
     with torch.cuda.device(a.device):
-        _launch(a, b, bias, y, length, accumulate=out is not None, config=config)
+        _launch(a, b, bias, y, length, out is not None, config, resolve or resolve_config)
     return y
 
 
 def resolve_config(key: GemmKey) -> GemmConfig:
-    """How a product is computed unless the caller says."""
-    return default_config(key)
+    """How a product is computed unless the caller says: as this package's own tuning table has it, else `default_config`."""
+    return tuning_table().config(TUNABLE, key)
+
+
+def tuned(table: TuningTable) -> Any:
+    """These kernels, configured by a tuning table."""
+    return SimpleNamespace(gemm_nt=functools.partial(gemm_nt, resolve=functools.partial(table.config, TUNABLE)))
 
 
 def supports(request: GemmRequest) -> str | None:
@@ -119,13 +131,14 @@ def supports(request: GemmRequest) -> str | None:
 
 
 def _launch(
-    a: Operand, b: Operand, bias: torch.Tensor | None, y: torch.Tensor, length: int, accumulate: bool, config: GemmConfig | None
+    a: Operand, b: Operand, bias: torch.Tensor | None, y: torch.Tensor, length: int, accumulate: bool, config: GemmConfig | None,
+    resolve: Callable[[GemmKey], GemmConfig],
 ) -> None:  # fmt: skip
     from primus_turbo_plugin.kernels.triton.gemm_kernel import gemm_nt_kernel
 
     key = key_of(a, b, y, length, bias=bias is not None, accumulate=accumulate)
     if config is None:
-        config = resolve_config(key)
+        config = resolve(key)
     reason = gemm_config.refusal(key, config)
     if reason is not None:
         raise ConfigError(f"gemm_nt: {key} cannot be computed with {config}: {reason}. Choose one of candidates(key).")
@@ -157,4 +170,5 @@ BACKEND = Backend(
     kernels=sys.modules[__name__],
     supports=supports,
     matrix_units=SCALED_MATRIX_UNITS,
+    tune=tuned,
 )
