@@ -60,12 +60,12 @@ class LinearKernels:
             dtype: Of x (and of the weight as it is multiplied).
             wgrad_dtype: Of dw as the GEMM writes it.
             accumulate: Whether the wgrad GEMM adds to an existing fp32 dw.
-            registry: The backends to choose from; None for all of this package.
+            registry: The backends to choose from; None for all of this package, configured by the plan's tuning file.
 
         Raises:
             UnsupportedError: A GEMM or a quantisation is served by no backend in the plan's order; holds every reason.
         """
-        registry = default_registry() if registry is None else registry
+        registry = default_registry(plan.tuning_file) if registry is None else registry
         gemms: dict[str, Any] = {}
         for gemm in ("fprop", "dgrad", "wgrad"):
             a, b = (spec if spec.is_quantized else dtype for spec in plan.precision.gemm(gemm))

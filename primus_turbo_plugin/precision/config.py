@@ -95,6 +95,7 @@ class TurboConfig:
         bf16_last_layers: The last so many decoder layers run in BF16.
         linear, norm, attention: Who provides that component: turbo, megatron or transformer_engine.
         kernels: Which backends may serve each op, in which order.
+        tuning_file: File of tuned kernel configurations (`primus-turbo tune`), in front of those this package ships.
         padding: `pad` (exact) or `refuse` contractions that are no multiple of the block.
         signs_seed: Seed of random rotation signs.
         rounding_seed: Seed of stochastic rounding.
@@ -111,6 +112,7 @@ class TurboConfig:
     norm: str = "turbo"
     attention: str = "turbo"
     kernels: KernelOrders = field(default_factory=KernelOrders)
+    tuning_file: str | None = None
     padding: Padding = "pad"
     signs_seed: int = 0
     rounding_seed: int = 0
@@ -121,6 +123,8 @@ class TurboConfig:
         check_choice("padding", self.padding, PADDINGS)
         for key in ("bf16_first_layers", "bf16_last_layers", "signs_seed", "rounding_seed"):
             check_int(key, getattr(self, key))
+        if self.tuning_file is not None and (not isinstance(self.tuning_file, str) or not self.tuning_file):
+            raise ConfigError(f"tuning_file: must be the path of a file; got {self.tuning_file!r}")
         asked = self.quantized_by()
         if asked and self.linear != "turbo":
             raise ConfigError(
@@ -172,7 +176,7 @@ class TurboConfig:
         plain["precision"] = self.precision.to_value()
         plain["modules"] = {override.pattern: override.to_value() for override in self.modules}
         plain["kernels"] = self.kernels.to_value()
-        return {key: value for key, value in plain.items() if value not in ({}, [])}
+        return {key: value for key, value in plain.items() if value not in ({}, [], None)}
 
     def to_yaml(self) -> str:
         """The inverse of `from_yaml_text`."""
@@ -221,6 +225,7 @@ class TurboConfig:
             path=module_path,
             precision=precision,
             kernels=kernels,
+            tuning_file=self.tuning_file,
             recipe=recipe.name,
             reason=reason,
             layer_number=layer_number,

@@ -5,6 +5,8 @@
     PRIMUS_TURBO_CONFIG    a YAML file, where --turbo-config is not given
     defaults                                                      weakest
 
+    PRIMUS_TURBO_TUNING    the tuning file, stronger than a YAML file's `tuning_file`, weaker than --turbo-tuning-file
+
 A file is taken whole: --turbo-config replaces the file PRIMUS_TURBO_CONFIG names. Every setting that gives way to a
 stronger one is noted, and the notes are printed with the start-up report. Entry points pass the environment in.
 """
@@ -26,7 +28,10 @@ from primus_turbo_plugin.precision.presets import ALIASES, PRESETS
 from primus_turbo_plugin.precision.recipe import PADDINGS
 
 #: Environment variables of this package -> meaning.
-VARIABLES: Mapping[str, str] = {"PRIMUS_TURBO_CONFIG": "path of a YAML configuration file"}
+VARIABLES: Mapping[str, str] = {
+    "PRIMUS_TURBO_CONFIG": "path of a YAML configuration file",
+    "PRIMUS_TURBO_TUNING": "path of a file of tuned kernel configurations",
+}
 _PREFIX = "PRIMUS_TURBO_"
 
 
@@ -63,6 +68,9 @@ def add_turbo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         "--turbo-kernels",
         metavar="ORDER",
         help="backends, first choice first: 'triton,reference', or a YAML mapping by op",
+    )
+    group.add_argument(
+        "--turbo-tuning-file", metavar="FILE", help="tuned kernel configurations that `primus-turbo tune` wrote"
     )
     group.add_argument(
         "--turbo-padding",
@@ -157,6 +165,7 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         where, merged = file[0], file[1]
         config = TurboConfig.from_dict(merged, where=where)
         origins = dict.fromkeys(merged, where)
+    config = _tuning_of_variable(config, environ, origins, notes)
     from_flags = {key: TurboConfig.from_dict({key: value}, where=flag_of(key)) for key, value in flags.items()}
     for key, one in from_flags.items():
         old, new = getattr(config, key), getattr(one, key)
@@ -170,6 +179,21 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         raise ConfigError(f"{' with '.join(dict.fromkeys(origins.values()))}: {error}") from error
     notes += _idle_settings(config)
     return ResolvedConfig(config=config, origins=tuple(sorted(origins.items())), notes=tuple(notes))
+
+
+def _tuning_of_variable(
+    config: TurboConfig, environ: Mapping[str, str], origins: dict[str, str], notes: list[str]
+) -> TurboConfig:
+    """`PRIMUS_TURBO_TUNING` over the file's `tuning_file`."""
+    path = environ.get("PRIMUS_TURBO_TUNING")
+    if not path:
+        notes += ["PRIMUS_TURBO_TUNING is set but empty: not read"] if path == "" else []
+        return config
+    if config.tuning_file not in (None, path):
+        old = f"tuning_file: {config.tuning_file} of {origins['tuning_file']}"
+        notes.append(f"{old} gives way to PRIMUS_TURBO_TUNING {path}")
+    origins["tuning_file"] = "PRIMUS_TURBO_TUNING"
+    return dataclasses.replace(config, tuning_file=path)
 
 
 def _idle_settings(config: TurboConfig) -> list[str]:

@@ -80,6 +80,7 @@ class ModulePlan:
         path: Full path in the model, `decoder.layers.7.mlp.linear_fc1`; layers count globally from 0.
         precision: Operand representations, for linears.
         kernels: Backends by op.
+        tuning_file: Tuned configurations of those kernels, in front of the shipped ones.
         recipe: The recipe's name, for messages and the start-up report.
         reason: Which setting decided the precision: `precision`, `modules['...']` or `bf16_first_layers`.
         layer_number: Global layer number from 0; None outside the layers.
@@ -88,6 +89,7 @@ class ModulePlan:
     path: str = ""
     precision: LinearPrecision = field(default_factory=LinearPrecision.bf16)
     kernels: KernelOrders = field(default_factory=KernelOrders)
+    tuning_file: str | None = None
     recipe: str = "bf16"
     reason: str = "default"
     layer_number: int | None = None

@@ -32,6 +32,7 @@ FROZEN_KEYS = (
     "norm",
     "attention",
     "kernels",
+    "tuning_file",
     "padding",
     "signs_seed",
     "rounding_seed",
@@ -45,12 +46,13 @@ FROZEN_FLAGS = {
     "--turbo-norm",
     "--turbo-attention",
     "--turbo-kernels",
+    "--turbo-tuning-file",
     "--turbo-padding",
     "--turbo-signs-seed",
     "--turbo-rounding-seed",
 }
 FROZEN_FIELDS = ("format", "element", "scale_rule", "block", "hadamard", "random_signs", "rounding")
-FROZEN_VARIABLES = {"PRIMUS_TURBO_CONFIG"}
+FROZEN_VARIABLES = {"PRIMUS_TURBO_CONFIG", "PRIMUS_TURBO_TUNING"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -120,6 +122,7 @@ def test_every_flag_sets_its_key() -> None:
         *["--turbo-bf16-first-layers", "1", "--turbo-bf16-last-layers", "2", "--turbo-norm", "megatron"],
         *["--turbo-attention", "transformer_engine", "--turbo-linear", "turbo", "--turbo-kernels", "torch,reference"],
         *["--turbo-padding", "refuse", "--turbo-signs-seed", "7", "--turbo-rounding-seed", "8"],
+        *["--turbo-tuning-file", "tuned.json"],
     )
     wanted = {
         "precision": {"preset": "mxfp4", "dy": {"rounding": "stochastic"}, "wgrad": {"random_signs": True}},
@@ -129,6 +132,7 @@ def test_every_flag_sets_its_key() -> None:
         "attention": "transformer_engine",
         "linear": "turbo",
         "kernels": ["torch", "reference"],
+        "tuning_file": "tuned.json",
         "padding": "refuse",
         "signs_seed": 7,
         "rounding_seed": 8,
@@ -222,6 +226,29 @@ def test_slip_in_the_variables_name_is_an_error_and_a_foreign_variable_is_noted(
         resolved(environ={"PRIMUS_TURBO_CONFG": "x.yaml"})
     notes = resolved(environ={"PRIMUS_TURBO_GEMM_BACKEND": "CK", "PATH": "/bin"}).notes
     assert notes == ("PRIMUS_TURBO_GEMM_BACKEND is set, but is no variable of this package: not read",)
+
+
+def test_tuning_variable_stands_between_the_flag_and_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "tuning_file: of_yaml.json")
+    environ = {"PRIMUS_TURBO_CONFIG": path, "PRIMUS_TURBO_TUNING": "of_variable.json"}
+    found = resolved(environ=environ)
+    assert found.config.tuning_file == "of_variable.json"
+    assert dict(found.origins) == {"tuning_file": "PRIMUS_TURBO_TUNING"}
+    assert found.notes == (f"tuning_file: of_yaml.json of {path} gives way to PRIMUS_TURBO_TUNING of_variable.json",)
+    found = resolved("--turbo-tuning-file", "of_flag.json", environ=environ)
+    assert found.config.tuning_file == "of_flag.json"
+    assert dict(found.origins) == {"tuning_file": "--turbo-tuning-file"}
+    empty = resolved(environ={"PRIMUS_TURBO_TUNING": ""})
+    assert (empty.config.tuning_file, empty.notes) == (None, ("PRIMUS_TURBO_TUNING is set but empty: not read",))
+
+
+def test_tuning_file_reaches_every_modules_plan() -> None:
+    config = TurboConfig.from_dict({"tuning_file": "tuned.json", "bf16_first_layers": 1, "precision": "mxfp4"})
+    assert {config.plan(f"decoder.layers.{layer}.mlp.linear_fc1", layer, 2).tuning_file for layer in range(2)} == {
+        "tuned.json"
+    }
+    with pytest.raises(ConfigError, match="tuning_file: must be the path of a file; got 3"):
+        TurboConfig.from_dict({"tuning_file": 3})
 
 
 def test_empty_variable_is_noted_and_not_read() -> None:
