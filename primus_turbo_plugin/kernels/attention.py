@@ -2,6 +2,13 @@
 
 Tensors are `[batch, seq, heads, dim]` views with any strides: Megatron's `[seq, batch, heads, dim]` comes transposed,
 packed `[tokens, heads, dim]` with a batch of one. Head h of q shares the key and value group h // (heads / groups).
+
+Partial calls (ring attention): the keys at hand are some of each row's. The forward writes an fp32 `out`, normalised by its own
+`lse`, and the caller merges several by their lse (a row that sees nothing: out 0, lse -inf). The backward is given the whole
+row's `out`, `lse` and `delta`, and returns dq, dk and dv in fp32 for the caller to sum. Sinks and zigzag are the caller's affair:
+a partial call has neither. Keys and queries are then slices of a chunk, with windows and packed lengths to match. A counter
+of dropout must be told where they stand: `Dropout.query_places` and `key_places`, int32 `[queries]` and `[keys]`, each token's
+place among all ranks' tokens in their natural order (None: counted from 0), and `first_head`, where heads are split (all-to-all).
 """
 
 from __future__ import annotations
@@ -132,6 +139,7 @@ class AttentionRequest(Request):
         softcap: Whether scores are soft-capped.
         dropout: Whether probabilities are dropped.
         deterministic: Whether the same bits are wanted every run.
+        partial: Whether the keys at hand may be only some of each row's; see the top of this file.
     """
 
     op: ClassVar[str] = "attention"
@@ -153,6 +161,7 @@ class AttentionRequest(Request):
     softcap: bool = False
     dropout: bool = False
     deterministic: bool = False
+    partial: bool = False
 
     @classmethod
     def of(

@@ -53,7 +53,8 @@ def attention_fwd(
         options: Scale, mask, softcap, dropout.
         bias: [batch | 1, heads | 1, queries | 1, keys | 1], added to the scores.
         sinks: [heads], a logit that takes part in each row's softmax and carries no value.
-        out: Where to write, [batch, queries, heads, v_dim] in q's dtype, any strides; made if None.
+        out: Where to write, [batch, queries, heads, v_dim], any strides, in q's dtype or fp32 (a partial result to be merged);
+            made if None.
 
     Returns:
         out, and lse [batch, heads, queries] in the inner precision.
@@ -99,6 +100,8 @@ def attention_bwd(
     *,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
+    delta: Tensor | None = None,
+    q_grad_dtype: torch.dtype | None = None,
     kv_grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of `attention_fwd`.
@@ -113,13 +116,16 @@ def attention_bwd(
         options: As in the forward, with the same dropout.
         bias: As in the forward.
         sinks: As in the forward.
-        kv_grad_dtype: dtype of dk and dv; None for k's. Partial sums of several ranks are wanted in fp32.
+        delta: [batch, heads, queries], sum_keys P * dP = sum(dout * out) of each row. Needed where the keys at hand are only
+            some of the row's, lse and out those of all of them; None: computed here.
+        q_grad_dtype: dtype of dq; None for q's. Partial sums are wanted in fp32.
+        kv_grad_dtype: dtype of dk and dv; None for k's. Likewise, of several ranks.
 
     Returns:
-        dq in q's dtype; dk; dv; dbias in bias's shape and dsinks [heads], both in lse's dtype, None without them.
+        dq; dk; dv; dbias in bias's shape and dsinks [heads], both in lse's dtype, None without them.
     """
     inner = lse.dtype
-    dq = torch.zeros_like(q)
+    dq = torch.zeros_like(q, dtype=q_grad_dtype)
     keys, values = _grouped(k, inner), _grouped(v, inner)
     dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
     dbias = None if bias is None else torch.zeros_like(bias, dtype=inner)
@@ -139,11 +145,11 @@ def attention_bwd(
             kept = _dropped(probabilities, options.dropout, block)
             dprobabilities = _dropped(dprobabilities, options.dropout, block)
         dvalues[:, :, block.keys] += _by_group(kept, groups).transpose(-1, -2) @ dcontext
-        delta = (probabilities * dprobabilities).sum(-1)
-        dscores = probabilities * (dprobabilities - delta.unsqueeze(-1))
+        row_delta = (probabilities * dprobabilities).sum(-1) if delta is None else delta[:, :, block.rows]
+        dscores = probabilities * (dprobabilities - row_delta.unsqueeze(-1))
         if sinks is not None:
             share = torch.exp(sinks.to(inner).view(1, -1, 1) - block_lse)
-            dsinks -= (share * delta).sum((0, 2))
+            dsinks -= (share * row_delta).sum((0, 2))
         if dbias is not None:
             part = _block_of(dbias, block)
             part += dscores.sum_to_size(part.shape)
