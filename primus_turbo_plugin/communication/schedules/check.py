@@ -92,7 +92,7 @@ class _Play:
         self.clocks = [[0] * num_threads for _ in range(num_threads)]
         self.done = [0] * num_threads
         self.queues: list[deque[_Item]] = [deque() for _ in range(num_threads)]
-        self.signals: dict[tuple[int, int, int], list[int]] = {}  # (rank, flag, call) -> clock of the signal
+        self.signals: dict[tuple[int, int, int, int], list[int]] = {}  # (writer, rank, flag, call) -> its clock
         self.cells: dict[tuple[Any, ...], _Cell] = {}
         self.faults: dict[str, None] = {}  # each once, in the order found
         for rank, program in enumerate(programs):
@@ -133,7 +133,7 @@ class _Play:
         if item.after is not None:
             return self.done[item.after[0]] >= item.after[1]
         if isinstance(item.op, Wait):
-            return (thread // self.width, item.op.flag, item.call) in self.signals
+            return (item.op.peer, thread // self.width, item.op.flag, item.call) in self.signals
         return True
 
     def _do(self, thread: int, item: _Item) -> None:
@@ -141,11 +141,11 @@ class _Play:
         if item.after is not None:
             self._learn(clock, self.clocks[item.after[0]])
         elif isinstance(op, Wait):
-            self._learn(clock, self.signals[rank, op.flag, item.call])
+            self._learn(clock, self.signals[op.peer, rank, op.flag, item.call])
         clock[thread] += 1
         self.done[thread] += 1
         if isinstance(op, Signal):
-            self.signals[op.peer, op.flag, item.call] = list(clock)
+            self.signals[rank, op.peer, op.flag, item.call] = list(clock)
         elif isinstance(op, Put):
             tokens = self._read(thread, rank, op.source, item)
             self._write(thread, op.peer, op.target, item, tokens)

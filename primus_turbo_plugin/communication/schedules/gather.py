@@ -49,7 +49,7 @@ def all_gather_gemm(
         for sender in _senders(rank, len(rows)):
             a, b = chunks_of(rows[sender], chunks, align)[chunk]
             if chunk == 0 or b > a:
-                ops.append(Wait(COMPUTE, sender * chunks + chunk))
+                ops.append(Wait(COMPUTE, sender, chunk))
             place = (start[sender] + a, start[sender] + b)
             ops.append(Gemm(Rows("slot", *place), Rows("output", *place)))
     ops += [Join(lane) for lane in range(num_lanes)]
@@ -59,7 +59,7 @@ def all_gather_gemm(
 def all_gather(rank: int, rows: Sequence[int], *, lanes: int | None = None) -> Program:
     """AG(x) into the slot while the caller computes something else between start and finish. Arguments as above."""
     ops, num_lanes = _push(rank, rows, chunks=1, lanes=lanes, align=1, keep=True)
-    finish: list[Op] = [Wait(COMPUTE, sender) for sender in _senders(rank, len(rows))]
+    finish: list[Op] = [Wait(COMPUTE, sender, 0) for sender in _senders(rank, len(rows))]
     finish += [Join(lane) for lane in range(num_lanes)]
     return _program(rank, rows, ops, finish, num_lanes, 1)
 
@@ -69,7 +69,7 @@ def ring_all_gather_gemm(
 ) -> Program:
     """y = AG(x) @ w.T with neighbours only; arguments as `all_gather_gemm`."""
     world_size, start = len(rows), offsets(rows)
-    right, own = (rank + 1) % world_size, rows[rank]
+    left, right, own = (rank - 1) % world_size, (rank + 1) % world_size, rows[rank]
     ops: list[Op] = [Fork(0)]
     for step in range(world_size - 1):
         origin = (rank - step) % world_size
@@ -78,7 +78,7 @@ def ring_all_gather_gemm(
                 continue
             flag, place = origin * chunks + chunk, (start[origin] + a, start[origin] + b)
             if step:
-                ops.append(Wait(0, flag))
+                ops.append(Wait(0, left, flag))
             if b > a:
                 source = Rows("slot", *place) if step else Rows("input", a, b)
                 ops.append(Put(0, source, right, Rows("slot", *place), flag, step * chunks + chunk))
@@ -88,11 +88,11 @@ def ring_all_gather_gemm(
     for sender in _senders(rank, world_size):
         for chunk, (a, b) in enumerate(chunks_of(rows[sender], chunks, align)):
             if chunk == 0 or b > a:
-                ops.append(Wait(COMPUTE, sender * chunks + chunk))
+                ops.append(Wait(COMPUTE, left, sender * chunks + chunk))
             place = (start[sender] + a, start[sender] + b)
             ops.append(Gemm(Rows("slot", *place), Rows("output", *place)))
     ops.append(Join(0))
-    return _program(rank, rows, ops, (), 1, chunks, output_rows=start[-1])
+    return _program(rank, rows, ops, (), 1, world_size * chunks, output_rows=start[-1])
 
 
 def _push(
@@ -104,12 +104,12 @@ def _push(
     ops: list[Op] = [Fork(lane) for lane in range(num_lanes)]
     for chunk, (a, b) in enumerate(chunks_of(rows[rank], chunks, align)):
         for step in range(1, world_size):
-            peer, lane, flag = (rank + step) % world_size, (step - 1) % num_lanes, rank * chunks + chunk
+            peer, lane = (rank + step) % world_size, (step - 1) % num_lanes
             if b > a:
                 target = Rows("slot", start[rank] + a, start[rank] + b)
-                ops.append(Put(lane, Rows("input", a, b), peer, target, flag, chunk))
+                ops.append(Put(lane, Rows("input", a, b), peer, target, chunk, chunk))
             if chunk == 0 or b > a:
-                ops.append(Signal(lane, peer, flag))
+                ops.append(Signal(lane, peer, chunk))
     return ops + (_keep_own(rank, rows, num_lanes - 1) if keep else []), num_lanes
 
 
@@ -131,7 +131,7 @@ def _program(
     start: Sequence[Op],
     finish: Sequence[Op],
     num_lanes: int,
-    chunks: int,
+    num_flags: int,
     output_rows: int = 0,
 ) -> Program:
     return Program(
@@ -141,6 +141,6 @@ def _program(
         finish=tuple(finish),
         slot_rows=(sum(rows),) * len(rows),
         num_lanes=num_lanes,
-        num_flags=len(rows) * chunks,
+        num_flags=num_flags,
         output_rows=output_rows,
     )

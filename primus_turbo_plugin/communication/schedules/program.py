@@ -6,7 +6,9 @@ lists them, and nothing else is ordered but by these four:
     Fork(lane)            the lane goes on only after everything listed before on compute
     Join(lane)            compute goes on only after everything listed before on the lane
     Signal(peer, flag)    raises a flag of `peer` to the call's sequence number, after everything listed before on its lane
-    Wait(flag)            its lane goes on only once the flag of this rank has reached the call's sequence number
+    Wait(peer, flag)      its lane goes on only once the flag that `peer` raises here has reached the call's sequence number
+
+A flag belongs to one pair of ranks: with two writers, a late signal of one call could undo an early one of the next.
 
 Buffers, all counted in rows (tokens):
 
@@ -82,9 +84,10 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The lane waits for a flag of this rank."""
+    """The lane waits for a flag that `peer` raises on this rank."""
 
     lane: int
+    peer: int
     flag: int
 
 
@@ -118,7 +121,7 @@ class Program:
         finish: Issued when the result is wanted; what the caller computes in between is compute of its own.
         slot_rows: Rows of the slot of every rank.
         num_lanes: Copy lanes in use.
-        num_flags: Flags of every rank.
+        num_flags: Flags between any two ranks.
         partial_rows: Rows of the partial buffer of this rank.
         output_rows: Rows of the output of this rank.
     """

@@ -53,14 +53,14 @@ def gemm_reduce_scatter(
             if b > a:
                 ops.append(Gemm(Rows("input", *place), Rows("partial", *place)))
             if b > a or chunk == 0:
-                ops += [Fork(lane), *_send(rank, rows, peer, "partial", (a, b), lane, chunk, chunks)]
+                ops += [Fork(lane), *_send(rank, rows, peer, "partial", (a, b), lane, chunk)]
     if add:
         ops += _multiply_and_add(rank, rows, chunks, align)
     else:
         own = (start[rank], start[rank + 1])
         ops.append(Gemm(Rows("input", *own), Rows("partial", *own)))
         for chunk, (a, b) in enumerate(chunks_of(rows[rank], chunks, align)):
-            ops += _receive(rank, rows, (a, b), chunk, chunks, own="partial")
+            ops += _receive(rank, rows, (a, b), chunk, own="partial")
     ops += [Join(lane) for lane in range(num_lanes)]
     return _program(rank, rows, ops, (), num_lanes, chunks, partial_rows=start[-1])
 
@@ -72,8 +72,8 @@ def reduce_scatter(rank: int, rows: Sequence[int], *, lanes: int | None = None) 
     ops: list[Op] = [Fork(lane) for lane in range(num_lanes)]
     for step in range(1, world_size):
         peer, lane = (rank + step) % world_size, (step - 1) % num_lanes
-        ops += _send(rank, rows, peer, "input", (0, rows[peer]), lane, 0, 1)
-    finish = _receive(rank, rows, (0, rows[rank]), 0, 1, own="input")
+        ops += _send(rank, rows, peer, "input", (0, rows[peer]), lane, 0)
+    finish = _receive(rank, rows, (0, rows[rank]), 0, own="input")
     finish += [Join(lane) for lane in range(num_lanes)]
     return _program(rank, rows, ops, finish, num_lanes, 1, partial_rows=0)
 
@@ -95,7 +95,7 @@ def ring_gemm_reduce_scatter(rank: int, rows: Sequence[int]) -> Program:
         last = owner == rank
         target = Rows("output", 0, rows[rank]) if last else Rows("partial", *place)
         if step:
-            ops.append(Wait(COMPUTE, owner))
+            ops.append(Wait(COMPUTE, (rank - 1) % world_size, owner))
             ops.append(Sum((Rows("slot", *place), Rows("partial", *place)), target))
         elif last:
             ops.append(Sum((Rows("partial", *place),), target))
@@ -126,26 +126,23 @@ def _send(
     chunk_rows: tuple[int, int],
     lane: int,
     chunk: int,
-    chunks: int,
 ) -> list[Op]:
     """Rows of `peer`, counted from its first, into its slot, and the signal."""
-    (a, b), first, flag = chunk_rows, offsets(rows)[peer], rank * chunks + chunk
+    (a, b), first = chunk_rows, offsets(rows)[peer]
     ops: list[Op] = []
     if b > a:
         place = _block(rank, peer, rows) + a
         source = Rows(buffer, first + a, first + b)  # type: ignore[arg-type]
-        ops.append(Put(lane, source, peer, Rows("slot", place, place + b - a), flag, chunk))
-    return [*ops, Signal(lane, peer, flag)]
+        ops.append(Put(lane, source, peer, Rows("slot", place, place + b - a), chunk, chunk))
+    return [*ops, Signal(lane, peer, chunk)]
 
 
-def _receive(
-    rank: int, rows: Sequence[int], chunk_rows: tuple[int, int], chunk: int, chunks: int, *, own: str
-) -> list[Op]:
+def _receive(rank: int, rows: Sequence[int], chunk_rows: tuple[int, int], chunk: int, *, own: str) -> list[Op]:
     """Waits for everybody's part of these rows and adds them in rank order."""
     (a, b), first, world_size = chunk_rows, offsets(rows)[rank], len(rows)
     if b == a and chunk:
         return []
-    ops: list[Op] = [Wait(COMPUTE, (rank - step) % world_size * chunks + chunk) for step in range(1, world_size)]
+    ops: list[Op] = [Wait(COMPUTE, (rank - step) % world_size, chunk) for step in range(1, world_size)]
     if b == a:
         return ops
     sources = tuple(
@@ -162,7 +159,7 @@ def _multiply_and_add(rank: int, rows: Sequence[int], chunks: int, align: int) -
     ops: list[Op] = []
     for chunk, (a, b) in enumerate(chunks_of(rows[rank], chunks, align)):
         if b > a or chunk == 0:
-            ops.append(Wait(COMPUTE, sender * chunks + chunk))
+            ops.append(Wait(COMPUTE, sender, chunk))
         if b > a:
             place = _block(sender, rank, rows)
             arrived = Rows("slot", place + a, place + b)
@@ -192,7 +189,7 @@ def _program(
         finish=tuple(finish),
         slot_rows=tuple(max(0, world_size - 1) * own for own in rows),
         num_lanes=num_lanes,
-        num_flags=world_size * chunks,
+        num_flags=chunks,
         partial_rows=partial_rows,
         output_rows=rows[rank],
     )
