@@ -1,0 +1,140 @@
+"""Repeats the MXFP4 study: what quantising each GEMM costs a training run, and what repairs it.
+
+    python -m examples.mxfp4_study --minutes 9        as much as fits; run it again to go on where it stopped
+    python -m examples.mxfp4_study --preset tiny      the same in about two minutes on a CPU, too small to conclude from
+
+Writes into --out: runs/*/curve.json, results.csv, results.md, loss_gap.png, and, from the BF16 model, wgrad.csv and two pictures.
+docs/mxfp4-study.md says what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.mxfp4_study import corpus, grid, results, wgrad_statistics
+from examples.mxfp4_study.model import ModelSize
+from examples.mxfp4_study.train import Run, Settings
+from primus_turbo_plugin.errors import ConfigError, TurboError
+
+_SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"layers": 2, "hidden": 64, "ffn": 160, "heads": 2, "kv_heads": 1, "vocab": 512, "seq": 64},
+    "60m": {"layers": 10, "hidden": 640, "ffn": 1728, "heads": 10, "kv_heads": 5, "vocab": 8192, "seq": 2048},
+    "160m": {"layers": 14, "hidden": 896, "ffn": 2432, "heads": 14, "kv_heads": 7, "vocab": 16384, "seq": 2048},
+    "350m": {"layers": 24, "hidden": 1024, "ffn": 2816, "heads": 16, "kv_heads": 8, "vocab": 16384, "seq": 2048},
+}
+_LONG = {"eval_every": 50, "eval_sequences": 64}
+_RUNS: dict[str, dict[str, Any]] = {
+    "tiny": {"steps": 12, "batch": 4, "micro_batch": 4, "lr": 3e-3, "eval_every": 3, "eval_sequences": 8},
+    "60m": {"steps": 1200, "batch": 16, "micro_batch": 16, "lr": 2e-3, **_LONG},
+    "160m": {"steps": 1500, "batch": 32, "micro_batch": 16, "lr": 1.5e-3, **_LONG},
+    "350m": {"steps": 2000, "batch": 64, "micro_batch": 8, "lr": 1e-3, **_LONG},
+}
+_CHARACTERS = {"tiny": 300_000}
+"""Of text; elsewhere all there is."""
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m examples.mxfp4_study", description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", choices=tuple(_SIZES), default="60m", help="model and length; default: %(default)s")
+    parser.add_argument("--cells", default="core", help="core, all, or names separated by commas; default: %(default)s")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="of each run")
+    parser.add_argument("--batch", type=int, help="sequences a step")
+    parser.add_argument("--micro-batch", type=int)
+    parser.add_argument("--lr", type=float, help="highest learning rate")
+    parser.add_argument("--minutes", type=float, help="stop, to be continued, before so many have passed")
+    parser.add_argument("--out", type=Path, default=Path("runs/mxfp4_study"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--list", action="store_true", help="show the cells and stop")
+    return parser.parse_args(argv)
+
+
+def choose(names: str) -> list[grid.Cell]:
+    """The cells of `--cells`.
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
+    every = {alias: cell for cell in grid.cells() for alias in (cell.name, *cell.same_as)}
+    wanted = list(grid.CORE) if names == "core" else list(every) if names == "all" else names.split(",")
+    unknown = [name for name in wanted if name not in every]
+    if unknown:
+        raise ConfigError(f"--cells: unknown {', '.join(unknown)}. Known: {', '.join(every)}.")
+    return list({every[name].name: every[name] for name in wanted}.values())
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """The preset with the flags that were given."""
+    run = dict(_RUNS[options.preset])
+    given = {key: getattr(options, key) for key in ("steps", "batch", "micro_batch", "lr")}
+    run |= {key: value for key, value in given.items() if value is not None}
+    return Settings(size=ModelSize(**_SIZES[options.preset]), **run)
+
+
+def main(argv: list[str]) -> int:
+    """Runs what fits, then writes the table and the pictures of everything that has ended; 0 if nothing is left to do."""
+    options = parse(argv)
+    chosen = choose(options.cells)
+    if options.list:
+        for cell in chosen:
+            print(cell.name, *(f"= {name}" for name in cell.same_as))
+        return 0
+    started = time.monotonic()
+    deadline = started + 60 * options.minutes if options.minutes else float("inf")
+    settings = settings_of(options)
+    size = settings.size
+    text = corpus.load(options.out, vocab=size.vocab, max_characters=_CHARACTERS.get(options.preset, 1 << 40))
+    print(
+        f"{size.parameters / 1e6:.1f} M parameters, {settings.steps * settings.tokens_per_step / 1e6:.1f} M tokens a run, "
+        f"{len(text.train) / 1e6:.1f} M in the text ({text.digest}), {len(chosen)} cells x {len(options.seeds)} seeds"
+    )
+    left = _train(chosen, settings, text, options, deadline)
+    _report(options.out)
+    print(f"{left} runs left; the same command continues" if left else "every run has ended")
+    return 0
+
+
+def _train(
+    chosen: list[grid.Cell], settings: Settings, text: corpus.Corpus, options: argparse.Namespace, deadline: float
+) -> int:
+    """Seed by seed, so that an early stop leaves whole comparisons; returns how many runs have not ended."""
+    todo = [Run(cell, seed, settings, text, options.out, options.device) for seed in options.seeds for cell in chosen]
+    todo = [run for run in todo if not run.finished]
+    left = len(todo)
+    for run in todo:
+        if time.monotonic() > deadline or not run.advance(deadline, lambda line: print(line, flush=True)):
+            break
+        left -= 1
+        print(f"{run.cell.name} seed {run.seed}: ended after {run.seconds:.0f} s", flush=True)
+        if run.cell.name == "bf16" and run.seed == options.seeds[0]:
+            tokens = torch.from_numpy(
+                corpus.batch(text.validation, seed=0, step=0, sequences=min(4, settings.batch), seq=settings.size.seq)
+            )
+            rows = wgrad_statistics.measure(run.model, tokens.to(options.device), run.seed)
+            wgrad_statistics.write(rows, options.out / "wgrad.csv")
+            results.draw_statistics(rows, options.out / "wgrad_error.png", options.out / "outliers.png")
+        del run.model, run.optimizer
+    return left
+
+
+def _report(out: Path) -> None:
+    runs = results.load(out)
+    rows = results.table(runs)
+    if rows:
+        results.write_csv(rows, out / "results.csv")
+        (out / "results.md").write_text(results.markdown(rows))
+        results.draw_gaps(runs, out / "loss_gap.png")
+        print(results.markdown(rows))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except TurboError as error:
+        sys.exit(f"mxfp4_study: {error}")

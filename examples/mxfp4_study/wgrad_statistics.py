@@ -1,0 +1,91 @@
+"""What MXFP4 does to weight gradients, linear by linear, and what the rotation does to the tensors behind them.
+
+Of one batch through a trained BF16 model: for every linear, x [tokens, in] and dy [tokens, out] as wgrad gets them.
+
+    error      |dw_q - dw| / |dw| (Frobenius), dw = dy.T @ x in float64, dw_q of the quantised operands, for each stabiliser
+    crest      amax / rms of a block of 32 tokens, mean and 99th percentile: how far its largest element stands out
+    kurtosis   of all elements; 3 for a Gaussian
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from examples.mxfp4_study.grid import STABILISERS, precision
+from examples.mxfp4_study.model import StudyModel
+from primus_turbo_plugin.functional.linear_kernels import LinearKernels, operand_specs
+from primus_turbo_plugin.precision.config import TurboConfig
+from primus_turbo_plugin.precision.rotation import rotate
+from primus_turbo_plugin.precision.rounding import RoundingKey
+
+_TOKENS = 4096
+"""Tokens of the batch that enter, at most: enough for the statistics, little enough for float64."""
+
+
+def measure(model: StudyModel, tokens: Tensor, seed: int) -> list[dict[str, Any]]:
+    """One row a linear: path, error by stabiliser, crest and kurtosis of x and dy before and after H16 and H32."""
+    linears = model.linears()
+    for module in linears.values():
+        module.taken = []
+    model(tokens).backward()
+    model.zero_grad(set_to_none=True)
+    rows = []
+    for path, module in linears.items():
+        taken, module.taken = module.taken, None
+        assert taken
+        x, dy = (t[:_TOKENS].bfloat16() for t in taken[0])
+        x, dy = (t[: len(t) // 128 * 128] for t in (x, dy))
+        row: dict[str, Any] = {"linear": path, "tokens": len(x)}
+        row |= {f"error {name}": _error(name, x, dy, seed) for name in STABILISERS}
+        for name, tensor in (("x", x), ("dy", dy)):
+            for size in (0, 16, 32):
+                row |= {f"{name} H{size} {key}": value for key, value in _outliers(tensor, size).items()}
+        rows.append(row)
+    return rows
+
+
+def write(rows: list[dict[str, Any]], path: Path) -> None:
+    """As CSV."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _error(stabiliser: str, x: Tensor, dy: Tensor, seed: int) -> float:
+    value = precision("fprop+dgrad+wgrad", stabiliser, "wgrad")
+    plan = TurboConfig.from_dict({"precision": value, "signs_seed": seed}).plan("linear")
+    kernels = LinearKernels.select(plan, x.device, x.dtype, wgrad_dtype=torch.float32, accumulate=False)
+    product = None
+    columns = []
+    for number, (name, tensor) in enumerate((("dy", dy), ("x", x))):
+        key = RoundingKey(seed=seed, draw=0, tensor=number, rank=0) if stabiliser == "sr" else None
+        _, column = kernels.quantize(name, tensor, None, operand_specs(plan, name)[1], key)
+        assert column is not None
+        columns.append(column.decode().double())  # [features, tokens], still rotated: both alike, so the product is not
+    product = columns[0] @ columns[1].t()
+    exact = dy.double().t() @ x.double()
+    return float((product - exact).norm() / exact.norm())
+
+
+def _outliers(tensor: Tensor, hadamard: int) -> dict[str, float]:
+    values = tensor.float()
+    if hadamard:
+        values = rotate(values, hadamard, dim=0)
+    blocks = values.reshape(-1, 32, values.shape[1])
+    rms = blocks.square().mean(1).sqrt()
+    crest = (blocks.abs().amax(1) / rms)[rms > 0]
+    moments = values.double().flatten()
+    moments = moments - moments.mean()
+    kurtosis = moments.pow(4).mean() / moments.square().mean().square()
+    sample = crest[:: max(1, crest.numel() // 1_000_000)]
+    return {
+        "crest mean": float(crest.mean()),
+        "crest p99": float(sample.quantile(0.99)),
+        "kurtosis": float(kurtosis),
+    }
