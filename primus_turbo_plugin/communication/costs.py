@@ -1,0 +1,116 @@
+"""When to overlap, and in how many chunks: a model of the pipeline, fed with measured costs.
+
+The costs are data, one row a device, with where they come from. A device without a row is not guessed at: it overlaps every
+GEMM, in one chunk, and the start-up report says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from primus_turbo_plugin.devices import detect
+
+CHUNKS = (1, 2, 4)
+"""What is considered; more launches than this cost the host more than any of the shapes measured can win."""
+
+Kind = Literal["gather", "scatter"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """What one device has been measured to cost.
+
+    Attributes:
+        gemm_tflops: Of a large BF16 GEMM.
+        copy_gb_s: Bytes a rank receives a second while copy engines push.
+        chunk_us: What a GEMM loses each time it is cut (launch, last wave).
+        host_us: Host time of one operation of a schedule.
+        split_gemm_ms: Below so much GEMM one chunk is best.
+        min_gemm_ms: Below so much GEMM nothing has been won.
+        switched: Peers are behind a switch: puts to one peer after the other, each at full speed.
+        source: Of the numbers.
+    """
+
+    gemm_tflops: float
+    copy_gb_s: float
+    chunk_us: float
+    host_us: float
+    split_gemm_ms: float
+    min_gemm_ms: float
+    switched: bool
+    source: str
+
+
+MEASURED: Mapping[str, Costs] = {
+    "sm90": Costs(
+        gemm_tflops=750.0,
+        copy_gb_s=350.0,
+        chunk_us=8.0,
+        host_us=8.0,
+        split_gemm_ms=0.5,
+        min_gemm_ms=0.15,
+        switched=True,
+        source="2 H200, torch 2.11, BF16: 8192 tokens, GEMMs of 0.16 to 1.25 ms; nothing smaller was measured",
+    ),
+}
+
+
+def costs_of(device: torch.device) -> Costs | None:
+    """The measured costs of this process's device."""
+    return None if device.type == "cpu" else MEASURED.get(detect().capabilities.arch)
+
+
+def gemm_ms(costs: Costs, rows: int, columns: int, contraction: int) -> float:
+    """Expected time of a GEMM."""
+    return 2e-9 * rows * columns * contraction / costs.gemm_tflops
+
+
+def pipeline_ms(
+    kind: Kind, costs: Costs, gemm: float, copy: float, world_size: int, chunks: int, *, add: bool = False
+) -> float:
+    """Expected time of an overlapped collective.
+
+    Args:
+        kind: All-gather before the GEMM, or reduce-scatter after it.
+        costs: Of the device.
+        gemm: Time of the whole GEMM, ms.
+        copy: Time of all copies into one rank, ms.
+        world_size: Ranks.
+        chunks: Pieces of each rank's rows.
+        add: The GEMM adds what has arrived (scatter).
+    """
+    remote = (world_size - 1) * chunks
+    cut = costs.chunk_us / 1e3
+    own, piece, transfer = gemm / world_size, gemm / world_size / chunks + cut, copy / remote
+    now = 0.0
+    if kind == "gather":
+        now = own
+        for i in range(remote):
+            now = max(now, (i + 1) * transfer) + piece
+    else:
+        lane, arrived = 0.0, []
+        for _ in range(remote):
+            now += piece
+            lane = max(lane, now) + transfer
+            arrived.append(lane)
+        if add:
+            for chunk in range(chunks):
+                now = max(now, arrived[chunk]) + piece
+        else:
+            now = max(now + own, lane) + copy / 8  # the sum reads and writes memory, about 8 times as fast as a link
+    host = costs.host_us * (6 * world_size + 4 * remote) / 1e3
+    return max(now, host)
+
+
+def best_chunks(
+    kind: Kind, costs: Costs | None, gemm: float, copy: float, world_size: int, *, can_add: bool = False
+) -> tuple[int, bool]:
+    """Chunks, and whether the GEMM adds what has arrived: the quickest by the model; one chunk without measured costs."""
+    if costs is None or (kind == "gather" and gemm < costs.split_gemm_ms):
+        return 1, False
+    ways = [(chunks, add) for chunks in CHUNKS for add in ((False, True) if can_add and chunks > 1 else (False,))]
+    return min(ways, key=lambda way: pipeline_ms(kind, costs, gemm, copy, world_size, way[0], add=way[1]))

@@ -1,0 +1,189 @@
+"""What happened when: every copy, GEMM and wait of the overlapped collectives of one process.
+
+Marks are set where the work is done: events on the streams of a GPU, the clock of an engine thread on a CPU. A copy is *under
+compute* while the compute lane of its own rank multiplies; what the caller computes between the two halves of a bulk collective
+counts as compute too. `primus-turbo trace` turns on tracing through the environment and puts the ranks' files together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from primus_turbo_plugin.communication.schedules.program import COMPUTE
+from primus_turbo_plugin.errors import ConfigError
+
+VARIABLE = "PRIMUS_TURBO_TRACE"
+"""FOLDER or FOLDER:FIRST-LAST: trace optimizer steps FIRST to LAST (from 1) into the folder, one file a rank."""
+
+Mark = Callable[[], float]
+"""When something happened, in ms since the epoch; to be asked when all work is done."""
+
+
+class _Clock(Protocol):
+    """What a tracer needs of a transport."""
+
+    capabilities: Any
+
+    def mark(self, lane: int) -> Mark: ...
+
+
+@dataclass(slots=True)
+class _Piece:
+    lane: int
+    name: str
+    start: Mark
+    nbytes: int = 0
+    end: Mark | None = None
+
+
+@dataclass(slots=True)
+class Span:
+    """One collective."""
+
+    label: str
+    clock: _Clock
+    pieces: list[_Piece] = field(default_factory=list)
+    _whole: _Piece | None = None
+    _callers: _Piece | None = None
+
+    def __post_init__(self) -> None:
+        two_sided = not self.clock.capabilities.one_sided
+        self._whole = _Piece(0 if two_sided else COMPUTE, "exchange" if two_sided else "call", self.clock.mark(COMPUTE))
+        self.pieces.append(self._whole)
+
+    @contextlib.contextmanager
+    def on(self, lane: int, name: str, nbytes: int) -> Iterator[None]:
+        """Around a copy on a lane. Of a two-sided transport only the bytes are known here."""
+        if not self.clock.capabilities.one_sided:
+            assert self._whole is not None
+            self._whole.nbytes += nbytes
+            yield
+            return
+        piece = _Piece(lane, name, self.clock.mark(lane), nbytes)
+        yield
+        piece.end = self.clock.mark(lane)
+        self.pieces.append(piece)
+
+    @contextlib.contextmanager
+    def computing(self, name: str) -> Iterator[None]:
+        """Around a GEMM or a sum."""
+        piece = _Piece(COMPUTE, name, self.clock.mark(COMPUTE))
+        yield
+        piece.end = self.clock.mark(COMPUTE)
+        self.pieces.append(piece)
+
+    def caller_computes(self) -> None:
+        """Between the halves of a bulk collective."""
+        self._callers = _Piece(COMPUTE, "caller's compute", self.clock.mark(COMPUTE))
+
+    def caller_computed(self) -> None:
+        if self._callers is not None:
+            self._callers.end = self.clock.mark(COMPUTE)
+            self.pieces.append(self._callers)
+
+    def end(self) -> None:
+        """The collective's result may be used."""
+        assert self._whole is not None
+        self._whole.end = self.clock.mark(COMPUTE)
+
+
+class Tracer:
+    """Collects spans while optimizer steps `first` ... `last` run, then writes them.
+
+    Args:
+        folder: For the files.
+        first, last: Steps, from 1; both are traced.
+    """
+
+    def __init__(self, folder: Path, first: int = 2, last: int = 3) -> None:
+        self.folder, self.first, self.last = folder, first, last
+        self._step = 1
+        self._spans: list[Span] = []
+        self._handle = register_optimizer_step_post_hook(self._stepped)
+
+    @property
+    def is_on(self) -> bool:
+        return self.first <= self._step <= self.last
+
+    def begin(self, label: str, clock: _Clock) -> Span | None:
+        """A collective begins; None outside the traced steps."""
+        if not self.is_on:
+            return None
+        span = Span(label, clock)
+        self._spans.append(span)
+        return span
+
+    def _stepped(self, *_: Any) -> None:
+        self._step += 1
+        if self._step == self.last + 1:
+            self.write()
+
+    def write(self) -> None:
+        """One JSON file of this rank: a list of collectives with their pieces."""
+        import torch
+
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        collectives = [
+            {
+                "label": span.label,
+                "transport": span.clock.capabilities.name,
+                "engine": span.clock.capabilities.engine,
+                "pieces": [
+                    {"lane": p.lane, "name": p.name, "start_ms": p.start(), "end_ms": p.end(), "bytes": p.nbytes}
+                    for p in span.pieces
+                    if p.end is not None
+                ],
+            }
+            for span in self._spans
+        ]
+        content = json.dumps({"rank": rank, "steps": [self.first, self.last], "collectives": collectives})
+        (self.folder / f"rank{rank}.json").write_text(content, encoding="utf-8")
+        self._spans.clear()
+
+
+def host_mark() -> Mark:
+    """Now, on the calling thread."""
+    now = time.time() * 1e3
+    return lambda: now
+
+
+@functools.cache
+def tracer_from_environment() -> Tracer | None:
+    """The process's tracer, if `primus-turbo trace` has asked for one; read once.
+
+    Raises:
+        ConfigError: The variable is malformed.
+    """
+    value = os.environ.get(VARIABLE)
+    return None if not value else parse(value)
+
+
+def parse(value: str) -> Tracer:
+    """The tracer that the variable's value describes."""
+    folder, _, steps = value.rpartition(":")
+    if not folder:
+        return Tracer(Path(value))
+    first, _, last = steps.partition("-")
+    try:
+        numbers = int(first), int(last or first)
+    except ValueError:
+        numbers = (0, 0)
+    if not 1 <= numbers[0] <= numbers[1]:
+        raise ConfigError(
+            f"{VARIABLE}={value}: must be FOLDER or FOLDER:FIRST-LAST with steps from 1, got steps {steps!r}."
+        )
+    return Tracer(Path(folder), *numbers)

@@ -1,0 +1,114 @@
+"""Any process group (gloo, NCCL, RCCL): the puts of a round become one batch of sends and receives.
+
+Two-sided, so a round travels once all of its rows exist on this rank and every rank has come to it. A message's arrival is its
+signal. On GPUs the library's own kernels move the data, on the compute units they take from the GEMMs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from primus_turbo_plugin.communication.collectives import Group
+from primus_turbo_plugin.communication.schedules.program import Put
+from primus_turbo_plugin.communication.transports.base import Arena, Capabilities, Expected, Transport, as_bytes
+from primus_turbo_plugin.errors import UnsupportedError
+
+
+@dataclass(slots=True)
+class _Round:
+    """Puts of one round as they are collected, what will arrive in it, and the transfers once they are under way."""
+
+    missing: int = 0
+    sends: list[tuple[int, Tensor]] = field(default_factory=list)
+    receives: list[tuple[int, Tensor]] = field(default_factory=list)
+    works: list[dist.Work] | None = None
+
+
+class ProcessGroupTransport(Transport):
+    """See the module's docstring."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        super().__init__(group, device)
+        backend = dist.get_backend(group)
+        known = "nccl" in backend if device.type == "cuda" else "gloo" in backend
+        if not known:
+            raise UnsupportedError(
+                f"transport process_group: the group's backend {backend!r} cannot move {device.type} tensors. "
+                "Use gloo on a CPU and nccl (which is RCCL on AMD) on GPUs."
+            )
+        self._rounds: dict[int, _Round] = {}
+        self._round_of: dict[tuple[int, int], int] = {}
+        self.capabilities = Capabilities(
+            name="process_group",
+            device=device.type,
+            one_sided=False,
+            engine="cpu threads" if device.type == "cpu" else "compute units",
+            detail=f"batches of sends and receives through {backend}",
+        )
+
+    def allocate(self, nbytes: int) -> Arena:
+        return Arena(mine=torch.empty(nbytes, dtype=torch.uint8, device=self.device), nbytes=nbytes)
+
+    def release(self, arena: Arena) -> None:
+        arena.mine = arena.mine[:0]
+
+    def begin(self, arena: Arena, expected: Sequence[Expected], puts: Sequence[Put]) -> None:
+        self._rounds, self._round_of = {}, {}
+        for put in puts:
+            if put.peer != self.rank:
+                self._rounds.setdefault(put.round, _Round()).missing += 1
+        for arriving in expected:
+            of = self._rounds.setdefault(arriving.put.round, _Round())
+            of.receives += [(arriving.sender, piece) for piece in arriving.pieces]
+            self._round_of[arriving.sender, arriving.put.flag] = arriving.put.round
+
+    def put(self, arena: Arena, op: Put, pieces: Sequence[tuple[int, Tensor]]) -> None:
+        if op.peer == self.rank:
+            for offset, source in pieces:
+                arena.mine[offset : offset + source.nbytes].copy_(as_bytes(source))
+            return
+        of = self._rounds[op.round]
+        of.sends += [(op.peer, as_bytes(source)) for _, source in pieces]
+        of.missing -= 1
+        if not of.missing:
+            self._post(op.round)
+
+    def _post(self, number: int) -> None:
+        of = self._rounds[number]
+        ranks = dist.get_process_group_ranks(self.group)
+        batch = [dist.P2POp(dist.isend, t, ranks[peer], self.group, number) for peer, t in of.sends]
+        batch += [dist.P2POp(dist.irecv, as_bytes(t), ranks[peer], self.group, number) for peer, t in of.receives]
+        of.works = dist.batch_isend_irecv(batch) if batch else []
+
+    def fork(self, lane: int) -> None:
+        """Nothing to do: a batch starts after what was issued on the current stream."""
+
+    def signal(self, arena: Arena, lane: int, peer: int, flag: int, value: int) -> None:
+        """Nothing to do: the message is the signal."""
+
+    def wait(self, arena: Arena, lane: int, peer: int, flag: int, value: int) -> None:
+        number = self._round_of.get((peer, flag))
+        if number is None:
+            return  # no rows come with this flag
+        of = self._rounds[number]
+        if of.works is None:
+            assert not of.missing, (number, of.missing)
+            self._post(number)  # nothing to send in this round
+        _finish(of)
+
+    def join(self, lane: int) -> None:
+        """The sends too must be over before the caller may write to their rows."""
+        for of in self._rounds.values():
+            _finish(of)
+
+
+def _finish(of: _Round) -> None:
+    """Waits for the round's transfers; once only, since gloo would wait for a second message."""
+    works, of.works = of.works, []
+    for work in works or ():
+        work.wait()
