@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,43 +21,11 @@ from primus_turbo_plugin.kernels.requests import GemmRequest
 from primus_turbo_plugin.kernels.triton import gemm_config
 from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
 from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, key_of
+from primus_turbo_plugin.kernels.triton.gemm_launch import plan
 from primus_turbo_plugin.kernels.triton.gemm_tuning import TUNABLE
 from primus_turbo_plugin.kernels.triton.targets import SCALED_MATRIX_UNITS, refusal
 from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
-from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
-
-
-class OperandMeta(NamedTuple):
-    """Compile-time description of one operand.
-
-    Attributes:
-        element: `plain`, `e2m1`, `e4m3` or `e5m2`.
-        is_mx: E8M0 scales, applied to the values.
-        block_outer: Rows that share a scale, 0 for all.
-        block_contraction: Elements that share a scale, 0 for all.
-        scaled_by_block: fp32 scales of blocks along K, applied to partial sums.
-        scaled_by_row: fp32 scales that cover a row, applied at the end.
-    """
-
-    element: str
-    is_mx: bool
-    block_outer: int
-    block_contraction: int
-    scaled_by_block: bool
-    scaled_by_row: bool
-
-    @classmethod
-    def of(cls, operand: Operand) -> OperandMeta:
-        """The description of a tensor."""
-        if not isinstance(operand, QuantizedTensor):
-            return cls("plain", False, 1, 0, False, False)
-        spec = operand.spec
-        outer, contraction = spec.block_shape
-        fp8 = not spec.is_mx
-        return cls(
-            spec.element_type.name, spec.is_mx, outer, contraction, fp8 and contraction > 0, fp8 and contraction == 0
-        )
 
 
 @torch.no_grad()
@@ -96,8 +64,15 @@ def gemm_nt(
         return y
     if length == 0:
         return y if out is not None else (y.zero_() if bias is None else y.copy_(bias.expand_as(y)))
+    key = key_of(a, b, y, length, bias=bias is not None, accumulate=out is not None)
+    if config is None:
+        config = (resolve or resolve_config)(key)
+    reason = gemm_config.refusal(key, config)
+    if reason is not None:
+        raise ConfigError(f"gemm_nt: {key} cannot be computed with {config}: {reason}. Choose one of candidates(key).")
     with torch.cuda.device(a.device):
-        _launch(a, b, bias, y, length, out is not None, config, resolve or resolve_config)
+        for call in plan(a, b, bias, y, key, config):
+            call.run()
     return y
 
 
@@ -128,40 +103,6 @@ def supports(request: GemmRequest) -> str | None:
         )
         return f"{partner}, got {names}"
     return None
-
-
-def _launch(
-    a: Operand, b: Operand, bias: torch.Tensor | None, y: torch.Tensor, length: int, accumulate: bool, config: GemmConfig | None,
-    resolve: Callable[[GemmKey], GemmConfig],
-) -> None:  # fmt: skip
-    from primus_turbo_plugin.kernels.triton.gemm_kernel import gemm_nt_kernel
-
-    key = key_of(a, b, y, length, bias=bias is not None, accumulate=accumulate)
-    if config is None:
-        config = resolve(key)
-    reason = gemm_config.refusal(key, config)
-    if reason is not None:
-        raise ConfigError(f"gemm_nt: {key} cannot be computed with {config}: {reason}. Choose one of candidates(key).")
-    stored = [x.padded_contraction if isinstance(x, QuantizedTensor) else x.shape[1] for x in (a, b)]
-    grid = (config.tiles(key),)
-    data_a, scale_a = _buffers(a)
-    data_b, scale_b = _buffers(b)
-    gemm_nt_kernel[grid](
-        data_a, scale_a, data_b, scale_b, bias, y,
-        *y.shape, length, *stored,
-        *data_a.stride(), *data_b.stride(), *y.stride(),
-        A=OperandMeta.of(a), B=OperandMeta.of(b), ACCUMULATE=accumulate,
-        EVEN_K=all(size >= length and length % config.block_k == 0 for size in stored),
-        NATIVE_MX=config.units == "mx",
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=config.group_m,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-
-
-def _buffers(operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if isinstance(operand, QuantizedTensor):
-        return operand.data, operand.block_scale
-    return operand, None
 
 
 BACKEND = Backend(

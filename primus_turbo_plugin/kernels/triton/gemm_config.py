@@ -117,14 +117,14 @@ def _loads_refusal(key: GemmKey, config: GemmConfig) -> str | None:
         return f"{key.arch} has no TMA"
     if config.split_k > 1:
         return "split_k is for loads: pointers"
+    if not key.out_aligned:
+        return "the result's address or row distance is not a multiple of 16 bytes"
     for name, kind in (("a", key.a), ("b", key.b)):
-        in_scratch = config.decode == "scratch" and not kind.is_plain
-        if in_scratch:
-            if key.contraction * 2 % 16:
-                return f"{name}: decoded rows are not a multiple of 16 bytes apart"
-        elif not kind.aligned:
+        if config.decode == "scratch" and not kind.is_plain:
+            continue  # the copy is aligned
+        if not kind.aligned:
             return f"{name}: address or row distance is not a multiple of 16 bytes"
-        elif not kind.is_plain and config.units == "half":
+        if not kind.is_plain and config.units == "half":
             return f"{name}: codes are decoded behind loads: pointers, or into a scratch copy"
     return None
 

@@ -1,12 +1,11 @@
-"""y[M, N] = a[M, K] @ b[N, K].T of plain or quantised operands (Triton kernel).
+"""y[M, N] = a[M, K] @ b[N, K].T of plain or quantised operands, tiles read through pointers (Triton kernel; every GPU).
 
-Math      MX: each code times its power of two, exactly, as bf16;  FP8: each code as bf16, fp32 scales outside their block's sum
 Layout    contraction by strides in plain operands (so NT, NN and TN are one kernel), last and packed in quantised ones; a program
-          a BLOCK_M x BLOCK_N tile of y, GROUP tiles of M side by side for the L2 cache
-Cost      2*M*N*K FLOPs on the bf16 units; decoding adds integer work that a GPU with FP4 or FP8 units would not spend
+          a BLOCK_M x BLOCK_N tile of y, or with SPLIT_K a share of its contraction
+Cost      2*M*N*K FLOPs; where UNITS is `half`, codes are decoded again by every program that reads them
 Numerics  fp32 accumulation, one rounding at the store. MX products are exact: only the order of the additions differs from
-          kernels/reference/gemm.py
-Limits    an MXFP8 value below 2^-133 (scale byte 0 to 2) is rounded to bf16's subnormals
+          kernels/reference/gemm.py. Shares of a contraction are added in their order: the same bits every run
+Limits    offsets inside a tile are 32 bits wide, a tile's place 64. Oracle: kernels/reference/gemm.py
 """
 
 from __future__ import annotations
@@ -14,116 +13,113 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _mx_scale(byte):
-    """E8M0 bytes as bf16; 2^-127 is a subnormal, 0xFF is NaN."""
-    bits = byte.to(tl.int32)
-    bits = tl.where(bits == 0, 0x0040, tl.where(bits == 0xFF, 0x7FC0, bits << 7))
-    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _e2m1_to_bf16(byte):
-    """Two codes a byte `[rows, n]` to bf16 `[rows, 2 n]`.
-
-    A code's exponent and mantissa, put at bf16's, read as the value times 2^-126, subnormals included.
-    """
-    word = byte.to(tl.int32)
-    low = ((word & 0x8) << 12) | ((word & 0x7) << 6)
-    high = ((word & 0x80) << 8) | ((word & 0x70) << 2)
-    bits = tl.reshape(tl.join(low, high), (byte.shape[0], byte.shape[1] * 2)).to(tl.int16)
-    return bits.to(tl.bfloat16, bitcast=True) * 8.507059173023462e37  # 2^126
+from primus_turbo_plugin.kernels.triton.gemm_decode import decoded, load_mx_scale, scaled, times_fp8_scale
+from primus_turbo_plugin.kernels.triton.gemm_order import tile_of
 
 
 @triton.jit
 def _load_stored(
-    ptr, row, k0, stored, stride_row, stride_k, META: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr
-):
-    """A tile as it is stored, `[rows, BLOCK_K]` or FP4 `[rows, BLOCK_K / 2]`, zero past the stored contraction."""
+    ptr, row0, rows, k0, stored, stride_row, stride_k,
+    META: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    OUTER: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A tile as it is stored, `[BLOCK, BLOCK_K]` (FP4 half as wide) or TURNED; zero past the stored contraction.
+
+    Rows past the end repeat the last one, or, where neighbours are rows (OUTER), read as zero; they are not stored.
+    """
     per_byte: tl.constexpr = 2 if META.element == "e2m1" else 1
-    item = k0 // per_byte + tl.arange(0, BLOCK_K // per_byte)
-    place = ptr + row.to(tl.int64)[:, None] * stride_row + item[None, :].to(tl.int64) * stride_k
-    if EVEN_K:
-        values = tl.load(place)
+    base = ptr + row0.to(tl.int64) * stride_row + (k0 // per_byte).to(tl.int64) * stride_k
+    row = tl.arange(0, BLOCK)
+    item = tl.arange(0, BLOCK_K // per_byte)
+    if not EVEN and not OUTER:
+        row = tl.minimum(row, rows - row0 - 1)
+    row, item = tl.expand_dims(row, 0 if TURNED else 1), tl.expand_dims(item, 1 if TURNED else 0)
+    if WIDE:
+        place = base + row.to(tl.int64) * stride_row + item.to(tl.int64) * stride_k
     else:
-        values = tl.load(place, mask=(item * per_byte < stored)[None, :], other=0)
+        place = base + row * stride_row + item * stride_k
+    in_k = item * per_byte < stored - k0
+    in_rows = row < rows - row0
+    if EVEN or not OUTER:
+        values = tl.load(place) if EVEN_K else tl.load(place, mask=in_k, other=0.0)
+    else:
+        values = tl.load(place, mask=in_rows, other=0.0) if EVEN_K else tl.load(place, mask=in_k & in_rows, other=0.0)
     return values
 
 
 @triton.jit
-def _decoded(values, META: tl.constexpr):
-    """Stored codes or plain values as a 16-bit float."""
-    if META.element == "e2m1":
-        values = _e2m1_to_bf16(values)
-    elif META.element == "e4m3":
-        values = values.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
-    elif META.element == "e5m2":
-        values = values.to(tl.float8e5, bitcast=True).to(tl.bfloat16)
-    return values
-
-
-@triton.jit
-def _load_mx_scale(scale_ptr, row, k0, stored, META: tl.constexpr, BLOCK_K: tl.constexpr):
-    """E8M0 bytes `[rows, BLOCK_K / 32]`."""
-    block = k0 // 32 + tl.arange(0, BLOCK_K // 32)
-    line = row // META.block_outer
-    place = scale_ptr + line.to(tl.int64)[:, None] * (stored // 32) + block[None, :]
-    return tl.load(place, mask=(block * 32 < stored)[None, :], other=127)
-
-
-@triton.jit
-def _scaled(values, byte, BLOCK_K: tl.constexpr):
-    """MX values: codes times their block's power of two."""
-    scale = _mx_scale(byte)
-    rows: tl.constexpr = values.shape[0]
-    wide = tl.broadcast_to(scale[:, :, None], (rows, BLOCK_K // 32, 32))
-    return values * tl.reshape(wide, (rows, BLOCK_K))
-
-
-@triton.jit
-def _load_operand(
-    ptr, scale_ptr, row, k0, stored, stride_row, stride_k,
-    META: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+def _tile(
+    work, a_ptr, a_scale, b_ptr, b_scale, bias_ptr, out_ptr,
+    M, N, length, a_stored, b_stored,
+    stride_am, stride_ak, stride_bn, stride_bk, stride_om, stride_on,
+    A: tl.constexpr, B: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, UNITS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, XCDS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    values = _decoded(_load_stored(ptr, row, k0, stored, stride_row, stride_k, META, BLOCK_K, EVEN_K), META)
-    if META.is_mx:
-        values = _scaled(values, _load_mx_scale(scale_ptr, row, k0, stored, META, BLOCK_K), BLOCK_K)
-    return values
-
-
-@triton.jit
-def _fp8_scale(scale_ptr, row, k0, stored, META: tl.constexpr):
-    """fp32 scale of each row's FP8 block at k0 (blocks of 128) or of the whole row."""
-    if META.block_outer == 0:
-        line = row * 0
+    """Computes and stores one tile of y, or a share of it: the `work`-th piece of work."""
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    tile_m, tile_n = tile_of(work % tiles, M, N, BLOCK_M, BLOCK_N, GROUP, XCDS)
+    m0, n0 = tile_m * BLOCK_M, tile_n * BLOCK_N
+    share = work // tiles
+    begin, end = 0, length
+    if SPLIT_K > 1:
+        steps = tl.cdiv(tl.cdiv(length, BLOCK_K), SPLIT_K)
+        begin = share * steps * BLOCK_K
+        end = tl.minimum(begin + steps * BLOCK_K, length)
+    row_a = tl.minimum(m0 + tl.arange(0, BLOCK_M), M - 1)
+    row_b = tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1)
+    # what needs no decoding is read the way the matrix units take it: a transposed load costs gfx950 its fast LDS reads
+    turned: tl.constexpr = B.element == "plain" or UNITS == "fp8"
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k0 in range(begin, end, BLOCK_K):
+        a = _load_stored(
+            a_ptr, m0, M, k0, a_stored, stride_am, stride_ak, A, BLOCK_M, BLOCK_K, EVEN_M, EVEN_K, A_OUTER, False, WIDE
+        )
+        b = _load_stored(
+            b_ptr, n0, N, k0, b_stored, stride_bn, stride_bk, B, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, B_OUTER, turned, WIDE
+        )
+        if UNITS == "half":
+            a, b = decoded(a, A), decoded(b, B)
+            if A.is_mx:
+                a = scaled(a, load_mx_scale(a_scale, row_a, k0, a_stored, A, BLOCK_K), BLOCK_K)
+            if B.is_mx:
+                b = scaled(b, load_mx_scale(b_scale, row_b, k0, b_stored, B, BLOCK_K), BLOCK_K)
+        if not turned:
+            b = tl.trans(b)
+        if UNITS == "mx":
+            byte_a = load_mx_scale(a_scale, row_a, k0, a_stored, A, BLOCK_K)
+            byte_b = load_mx_scale(b_scale, row_b, k0, b_stored, B, BLOCK_K)
+            acc = tl.dot_scaled(a, byte_a, A.element, b, byte_b, B.element, acc)
+        elif A.scaled_by_block or B.scaled_by_block:
+            part = tl.dot(a, b)
+            if A.scaled_by_block:
+                part = times_fp8_scale(part, a_scale, m0, M, k0, a_stored, A, 0)
+            if B.scaled_by_block:
+                part = times_fp8_scale(part, b_scale, n0, N, k0, b_stored, B, 1)
+            acc += part
+        elif UNITS == "fp8":
+            acc = tl.dot(a, b, acc, max_num_imprecise_acc=BLOCK_K)  # see gemm_descriptor_kernel.py; AMD sums in fp32
+        else:
+            acc = tl.dot(a, b, acc)
+    if A.scaled_by_row:
+        acc = times_fp8_scale(acc, a_scale, m0, M, 0, a_stored, A, 0)
+    if B.scaled_by_row:
+        acc = times_fp8_scale(acc, b_scale, n0, N, 0, b_stored, B, 1)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + row_b).to(tl.float32)[None, :]
+    m, n = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    base = out_ptr + m0.to(tl.int64) * stride_om + n0.to(tl.int64) * stride_on
+    if SPLIT_K > 1:
+        base += share.to(tl.int64) * M * N
+    if WIDE:
+        place = base + m.to(tl.int64) * stride_om + n.to(tl.int64) * stride_on
     else:
-        line = row // META.block_outer
-    if META.block_contraction == 0:
-        place = scale_ptr + line
-    else:
-        place = scale_ptr + line.to(tl.int64) * (stored // META.block_contraction) + k0 // META.block_contraction
-    return tl.load(place)
-
-
-@triton.jit
-def _multiply(
-    acc, a_ptr, a_scale, row_a, a_stored, stride_am, stride_ak, b_ptr, b_scale, row_b, b_stored, stride_bn, stride_bk, k0,
-    A: tl.constexpr, B: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-):  # fmt: skip
-    """acc plus the product of one K tile, on the 16-bit units."""
-    a = _load_operand(a_ptr, a_scale, row_a, k0, a_stored, stride_am, stride_ak, A, BLOCK_K, EVEN_K)
-    b = _load_operand(b_ptr, b_scale, row_b, k0, b_stored, stride_bn, stride_bk, B, BLOCK_K, EVEN_K)
-    if A.scaled_by_block or B.scaled_by_block:
-        part = tl.dot(a, tl.trans(b))
-        if A.scaled_by_block:
-            part *= _fp8_scale(a_scale, row_a, k0, a_stored, A)[:, None]
-        if B.scaled_by_block:
-            part *= _fp8_scale(b_scale, row_b, k0, b_stored, B)[None, :]
-        acc += part
-    else:
-        acc = tl.dot(a, tl.trans(b), acc)
-    return acc
+        place = base + m * stride_om + n * stride_on
+    mask = (m < M - m0) & (n < N - n0)
+    if ACCUMULATE:
+        acc += tl.load(place, mask=mask, other=0.0)
+    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -131,40 +127,49 @@ def gemm_nt_kernel(
     a_ptr, a_scale, b_ptr, b_scale, bias_ptr, out_ptr,
     M, N, length, a_stored, b_stored,
     stride_am, stride_ak, stride_bn, stride_bk, stride_om, stride_on,
-    A: tl.constexpr, B: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN_K: tl.constexpr, NATIVE_MX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, UNITS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, XCDS: tl.constexpr,
+    SPLIT_K: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y. `A` and `B` are `gemm.OperandMeta`; `NATIVE_MX` multiplies two MX operands on scaled matrix units."""
-    pid = tl.program_id(0)
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    first = pid // (GROUP * tiles_n) * GROUP
-    size = tl.minimum(tiles_m - first, GROUP)
-    tile_m = first + (pid % (GROUP * tiles_n)) % size
-    tile_n = (pid % (GROUP * tiles_n)) // size
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_a, row_b = m % M, n % N  # rows past the end repeat valid ones; they are not stored
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k0 in range(0, length, BLOCK_K):
-        if NATIVE_MX:
-            a = _load_stored(a_ptr, row_a, k0, a_stored, stride_am, stride_ak, A, BLOCK_K, EVEN_K)
-            b = _load_stored(b_ptr, row_b, k0, b_stored, stride_bn, stride_bk, B, BLOCK_K, EVEN_K)
-            scale_a = _load_mx_scale(a_scale, row_a, k0, a_stored, A, BLOCK_K)
-            scale_b = _load_mx_scale(b_scale, row_b, k0, b_stored, B, BLOCK_K)
-            acc = tl.dot_scaled(a, scale_a, A.element, tl.trans(b), scale_b, B.element, acc)
-        else:
-            acc = _multiply(
-                acc, a_ptr, a_scale, row_a, a_stored, stride_am, stride_ak, b_ptr, b_scale, row_b, b_stored, stride_bn, stride_bk,
-                k0, A, B, BLOCK_K, EVEN_K,
+    """Tiles of y, or its SPLIT_K partial sums `out[share, M, N]`. `A` and `B` are `gemm_decode.OperandMeta`.
+
+    A_OUTER, B_OUTER: neighbours in memory are rows, not elements of the contraction. UNITS: `GemmConfig.units`. WIDE: offsets
+    inside a tile need 64 bits.
+    """
+    if PERSISTENT:
+        pieces = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N) * SPLIT_K
+        for work in range(tl.program_id(0), pieces, tl.num_programs(0)):
+            _tile(
+                work, a_ptr, a_scale, b_ptr, b_scale, bias_ptr, out_ptr, M, N, length, a_stored, b_stored,
+                stride_am, stride_ak, stride_bn, stride_bk, stride_om, stride_on, A, B, A_OUTER, B_OUTER, UNITS,
+                ACCUMULATE, EVEN_M, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, XCDS, SPLIT_K,
             )  # fmt: skip
-    if A.scaled_by_row:
-        acc *= _fp8_scale(a_scale, row_a, 0, a_stored, A)[:, None]
-    if B.scaled_by_row:
-        acc *= _fp8_scale(b_scale, row_b, 0, b_stored, B)[None, :]
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + row_b).to(tl.float32)[None, :]
-    place = out_ptr + m.to(tl.int64)[:, None] * stride_om + n.to(tl.int64)[None, :] * stride_on
+    else:
+        _tile(
+            tl.program_id(0), a_ptr, a_scale, b_ptr, b_scale, bias_ptr, out_ptr, M, N, length, a_stored, b_stored,
+            stride_am, stride_ak, stride_bn, stride_bk, stride_om, stride_on, A, B, A_OUTER, B_OUTER, UNITS,
+            ACCUMULATE, EVEN_M, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, XCDS, SPLIT_K,
+        )  # fmt: skip
+
+
+@triton.jit
+def sum_shares_kernel(
+    part_ptr, bias_ptr, out_ptr,
+    M, N, stride_om, stride_on,
+    SPLIT_K: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """y[M, N] from `part[share, M, N]`: shares added in their order, then bias or what y holds, then the only rounding."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = (m < M)[:, None] & (n < N)[None, :]
+    place = part_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    acc = tl.load(place, mask=mask, other=0.0)
+    for share in tl.static_range(1, SPLIT_K):
+        acc += tl.load(place + tl.full((), share, tl.int64) * M * N, mask=mask, other=0.0)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    out = out_ptr + m.to(tl.int64)[:, None] * stride_om + n.to(tl.int64)[None, :] * stride_on
     if ACCUMULATE:
-        acc += tl.load(place, mask=mask, other=0.0)
-    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        acc += tl.load(out, mask=mask, other=0.0)
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -87,6 +87,7 @@ class GemmKey:
         out: `bf16`, `fp16` or `fp32`.
         bias: Whether a bias `[N]` is added.
         accumulate: Whether the product is added to what `out` holds.
+        out_aligned: The result's neighbours along N are neighbours in memory, its address and row distance multiples of 16 bytes.
     """
 
     arch: str
@@ -99,6 +100,7 @@ class GemmKey:
     out: str
     bias: bool = False
     accumulate: bool = False
+    out_aligned: bool = True
 
     @property
     def capabilities(self) -> Capabilities:
@@ -138,6 +140,7 @@ def key_of(a: Operand, b: Operand, y: torch.Tensor, length: int, *, bias: bool, 
     return GemmKey(
         arch=arch, compute_units=units, rows=y.shape[0], cols=y.shape[1], contraction=length,
         a=OperandKey.of(a), b=OperandKey.of(b), out=_OUT_NAMES.get(y.dtype, str(y.dtype)), bias=bias, accumulate=accumulate,
+        out_aligned=y.stride(1) == 1 and _aligned(y, 0),
     )  # fmt: skip
 
 

@@ -14,16 +14,12 @@ import torch
 pytest.importorskip("triton", reason="compiling needs triton, which is not installed")
 
 from primus_turbo_plugin import amdgcn
-from primus_turbo_plugin.amdgcn.faults import AssemblyError
 from primus_turbo_plugin.kernels.reference import quantize as reference
-from primus_turbo_plugin.kernels.triton import gemm, quantize
-from primus_turbo_plugin.kernels.triton.gemm_kernel import gemm_nt_kernel
+from primus_turbo_plugin.kernels.triton import quantize
 from primus_turbo_plugin.kernels.triton.quantize_mxfp4_bf16 import quantize_mxfp4_bf16_kernel
 from primus_turbo_plugin.kernels.triton.quantize_tile import amax_kernel, quantize_kernel
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
-from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 from primus_turbo_plugin.precision.rounding import RoundingKey
-from tests.kernels.triton.test_gemm import SNR_DB, _product, _snr_db
 
 ARCHS = ("gfx942", "gfx950", "gfx1250")
 KEY = RoundingKey(seed=1, draw=2, tensor=3, rank=4)
@@ -122,39 +118,3 @@ def test_the_tile_kernel_equals_the_reference_in_every_byte(arch, pair, rng) -> 
     }  # fmt: skip
     _compile_and_launch(quantize_kernel, arch, grid, args, {"ROW": row.meta, "COL": col.meta, **tile}, num_warps=4)
     _assert_reference(copies, x, pair)
-
-
-GEMM_SPECS = [
-    (None, None),
-    (QuantSpec(format="mxfp4"), QuantSpec(format="mxfp4", block="32x32")),
-    (QuantSpec(format="mxfp8"), QuantSpec(format="mxfp8", element="e5m2")),
-    (QuantSpec(format="fp8", block="1x128"), QuantSpec(format="fp8", block="rowwise")),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("specs", GEMM_SPECS, ids=lambda specs: " x ".join(map(str, specs)))
-def test_the_gemm_is_exact_up_to_the_order_of_additions(arch, specs, rng, request) -> None:
-    if arch == "gfx942" and specs == GEMM_SPECS[1]:
-        reason = "the emulator does not read sext() of an SDWA operand"
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssemblyError, strict=True))
-    m, n, k = 70, 66, 256
-    plain = [torch.randn(rows, k, generator=rng).bfloat16() for rows in (m, n)]
-    a, b = (x if spec is None else reference.quantize(x, spec) for x, spec in zip(plain, specs))
-    y = torch.full((m, n), float("nan"))
-    stored = [x.padded_contraction if isinstance(x, QuantizedTensor) else k for x in (a, b)]
-    (a_data, a_scale), (b_data, b_scale) = gemm._buffers(a), gemm._buffers(b)
-    args = {
-        "a_ptr": a_data, "a_scale": a_scale, "b_ptr": b_data, "b_scale": b_scale, "bias_ptr": None, "out_ptr": y,
-        "M": m, "N": n, "length": k, "a_stored": stored[0], "b_stored": stored[1],
-        "stride_am": a_data.stride(0), "stride_ak": 1, "stride_bn": b_data.stride(0), "stride_bk": 1,
-        "stride_om": n, "stride_on": 1,
-    }  # fmt: skip
-    constants = {
-        "A": gemm.OperandMeta.of(a), "B": gemm.OperandMeta.of(b), "ACCUMULATE": False, "EVEN_K": True,
-        "NATIVE_MX": arch != "gfx942" and all(spec is not None and spec.is_mx for spec in specs),
-        "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128, "GROUP": 8,
-    }  # fmt: skip
-    _compile_and_launch(gemm_nt_kernel, arch, 4, args, constants, num_warps=4, num_stages=2)
-    assert _snr_db(y, _product(a, b)) > SNR_DB

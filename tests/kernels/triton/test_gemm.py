@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 
-from primus_turbo_plugin.errors import ShapeError
+from primus_turbo_plugin.errors import ConfigError, ShapeError
 from primus_turbo_plugin.kernels.reference import quantize as reference
 from primus_turbo_plugin.kernels.requests import GemmRequest
 from primus_turbo_plugin.kernels.triton import gemm as turbo
+from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig, refusal
+from primus_turbo_plugin.kernels.triton.gemm_key import Operand, key_of
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
@@ -102,6 +104,126 @@ def test_accumulation_adds_to_main_grad_in_place(rng) -> None:
     out = start.clone()
     assert turbo.gemm_nt(a, b, out_dtype=torch.float32, out=out) is out
     assert _snr_db(out, start.double() + _product(a, b)) > SNR_DB
+
+
+POINTERS = GemmConfig(block_m=128, block_n=128, block_k=128, num_stages=2)
+TMA = {"loads": "descriptors", "epilogue_parts": 2}
+CONFIGS = {
+    "small tiles": GemmConfig(block_m=64, block_n=64, block_k=64, num_warps=4),
+    "pointers": POINTERS,
+    "persistent": GemmConfig(block_m=64, block_n=128, block_k=128, num_warps=4, num_stages=2, persistent=True),
+    "chiplets": GemmConfig(block_m=64, block_n=128, block_k=128, num_warps=4, num_stages=2, num_xcds=8),
+    "split": GemmConfig(block_m=128, block_n=64, block_k=128, num_warps=4, num_stages=2, split_k=4),
+    "scratch": GemmConfig(block_m=128, block_n=128, block_k=64, decode="scratch"),
+    "scratch split": GemmConfig(block_m=64, block_n=64, block_k=64, num_warps=4, decode="scratch", split_k=3),
+    "tma": GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=4, **TMA),
+    "tma persistent": GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, persistent=True, **TMA),
+    "tma scratch": GemmConfig(block_m=128, block_n=256, block_k=64, persistent=True, decode="scratch", **TMA),
+    "fp8 units": GemmConfig(block_m=128, block_n=128, block_k=128, num_stages=3, units="fp8"),
+    "fp8 units tma": GemmConfig(block_m=128, block_n=128, block_k=128, persistent=True, units="fp8", **TMA),
+}
+each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+CONFIG_SPECS = [(None, None), *SPECS[:2], *SPECS[3:6], SPECS[7]]
+
+
+def _or_skip(a: Operand, b: Operand, y: torch.Tensor, config: GemmConfig, **kinds: bool) -> None:
+    length = min(x.padded_contraction if isinstance(x, QuantizedTensor) else x.shape[1] for x in (a, b))
+    reason = refusal(key_of(a, b, y, length, **({"bias": False, "accumulate": False} | kinds)), config)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@needs_gpu
+@each_config
+@pytest.mark.parametrize("specs", CONFIG_SPECS, ids=lambda specs: " x ".join(map(str, specs)))
+def test_every_configuration_computes_the_product_with_the_same_bits_every_time(specs, config, rng) -> None:
+    m, n, k = 400, 328, 1000
+    a, b = _operand(specs[0], m, k, rng), _operand(specs[1], n, k, rng)
+    want = _product(a, b)
+    _or_skip(a, b, want.float(), config)
+    got = turbo.gemm_nt(a, b, out_dtype=torch.float32, config=config)
+    assert _snr_db(got, want) > SNR_DB
+    assert _worst_tile_db(got, want) > SNR_DB
+    assert torch.equal(turbo.gemm_nt(a, b, out_dtype=torch.float32, config=config), got)
+    bias = torch.randn(n, generator=rng).bfloat16().cuda()
+    rounded = turbo.gemm_nt(a, b, out_dtype=torch.bfloat16, bias=bias, config=config)
+    assert torch.equal(rounded, (got + bias.float()).bfloat16())
+    out = torch.randn(m, n, generator=rng).cuda()
+    summed = out + got
+    turbo.gemm_nt(a, b, out_dtype=torch.float32, out=out, config=config)
+    assert torch.equal(out, summed)
+
+
+@needs_gpu
+@each_config
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn", "tt"])
+@pytest.mark.parametrize("shape", [(1, 17, 200), (130, 264, 72), (17, 1, 33), (200, 136, 8), (129, 33, 200)], ids=str)
+def test_tails_in_every_layout(shape, layout, config, rng) -> None:
+    """Small integers: any element lost, doubled or taken from beyond an edge changes a whole number."""
+    m, n, k = shape
+    a = torch.randint(-2, 3, (m, k), generator=rng).bfloat16().cuda()
+    b = torch.randint(-2, 3, (n, k), generator=rng).bfloat16().cuda()
+    want = (a.double() @ b.double().t()).float()
+    a = a.t().contiguous().t() if layout[0] == "t" else a
+    b = b.t().contiguous().t() if layout[1] == "n" else b
+    _or_skip(a, b, want, config)
+    frame = torch.full((m + 2, n + 2), float("nan"), device="cuda")
+    out = frame[1:-1, 1:-1].zero_() if config.loads == "pointers" else torch.zeros_like(want)
+    turbo.gemm_nt(a, b, out_dtype=torch.float32, out=out, config=config)
+    assert torch.equal(out, want)
+    if config.loads == "pointers":
+        assert frame.isnan().sum() == frame.numel() - want.numel()
+    assert torch.equal(turbo.gemm_nt(a, b, out_dtype=torch.bfloat16, config=config), want.bfloat16())
+
+
+@needs_gpu
+def test_operands_of_any_strides_and_alignment(rng) -> None:
+    wide = torch.randint(-2, 3, (300, 2000), generator=rng).bfloat16().cuda()
+    views = [
+        wide[::2, ::3],
+        wide[1:201, 1:301],
+        wide[3:, 7:].t()[:250, :290],
+        wide[:40, :].t()[5:400, ::2],
+        wide[:1].expand(200, 2000),
+    ]
+    for a in views:
+        for b in views:
+            k = min(a.shape[1], b.shape[1])
+            left, right = a[:, :k], b[:, :k]
+            want = (left.double() @ right.double().t()).float()
+            assert torch.equal(turbo.gemm_nt(left, right, out_dtype=torch.float32), want)
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", ["nt", "tn"])
+def test_operands_and_results_of_over_2_to_the_31_elements(layout) -> None:
+    """The last rows are where a 32-bit offset would have wrapped around."""
+    if torch.cuda.get_device_properties(0).total_memory < 40 << 30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    rows, k = 66_000, 32_768
+    big = torch.empty(k, rows, device="cuda", dtype=torch.bfloat16).t() if layout == "tn" else None
+    a = torch.empty(rows, k, device="cuda", dtype=torch.bfloat16) if big is None else big
+    a.fill_(0)
+    a[-300:].normal_()
+    a[:, -300:].normal_()
+    b = torch.randn(80, k, device="cuda").bfloat16()
+    b = b.t().contiguous().t() if layout == "tn" else b
+    assert a.numel() > 2**31
+    for config in (None, POINTERS):
+        y = turbo.gemm_nt(a, b, out_dtype=torch.float32, config=config)
+        assert _snr_db(y[-300:], a[-300:].double() @ b.double().t()) > SNR_DB
+        assert _snr_db(y[:300], a[:300].double() @ b.double().t()) > SNR_DB
+        small_a, small_b = a[:, -64:], a[:k, -64:]
+        square = turbo.gemm_nt(small_a, small_b, out_dtype=torch.bfloat16, config=config)
+        assert square.numel() > 2**31
+        assert _snr_db(square[-300:, -300:], small_a[-300:].double() @ small_b[-300:].double().t()) > SNR_DB
+
+
+@needs_gpu
+def test_a_configuration_that_cannot_serve_a_product_is_an_error_and_not_replaced(rng) -> None:
+    a, b = _operand(None, 64, 96, rng), _operand(None, 64, 96, rng)
+    with pytest.raises(ConfigError, match="units fp8 multiply two FP8 operands"):
+        turbo.gemm_nt(a, b, out_dtype=torch.float32, config=CONFIGS["fp8 units"])
 
 
 @needs_gpu

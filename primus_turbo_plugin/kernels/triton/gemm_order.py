@@ -1,0 +1,24 @@
+"""Which tile of y a program computes (Triton device functions)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_of(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, XCDS: tl.constexpr):
+    """(tile_m, tile_n) of the index-th tile: GROUP tiles of M side by side, then the next tile of N, for the L2 cache.
+
+    AMD deals out consecutive programs to XCDS chiplets in turn, and each has its own L2: the tiles are cut into XCDS runs of
+    neighbours, one for each.
+    """
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    if XCDS > 1:
+        share, rest = (tiles_m * tiles_n) // XCDS, (tiles_m * tiles_n) % XCDS
+        xcd = index % XCDS
+        index = xcd * share + tl.minimum(xcd, rest) + index // XCDS
+    first = index // (GROUP * tiles_n) * GROUP
+    size = tl.minimum(tiles_m - first, GROUP)
+    within = index % (GROUP * tiles_n)
+    return first + within % size, within // size
