@@ -1,6 +1,7 @@
 """`primus-turbo`: tools around the package.
 
 doctor     what this machine can do, what serves each op, and what is broken
+tune       find the fastest kernel configurations for a model's shapes on this GPU
 isa        what the compiler made of an AMD kernel
 emulate    run an AMD kernel in the functional emulator
 """
@@ -50,6 +51,7 @@ def _torch_problem() -> str | None:
 def build_parser() -> argparse.ArgumentParser:
     """The command line; an unknown subcommand is answered with those that exist."""
     from primus_turbo_plugin.amdgcn import commands as amdgcn
+    from primus_turbo_plugin.diagnostics.tune import command as tune
     from primus_turbo_plugin.precision.config_sources import add_turbo_arguments
 
     parser = argparse.ArgumentParser(prog="primus-turbo", description="Tools of the primus_turbo_plugin package.")
@@ -70,6 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_turbo_arguments(doctor)
     doctor.set_defaults(run=_doctor)
+    tune_parser = commands.add_parser("tune", help=tune.HELP, description=tune.HELP)
+    tune.add_arguments(tune_parser)
+    tune_parser.set_defaults(run=tune.run)
     isa = commands.add_parser("isa", help=amdgcn.ISA_HELP, description=amdgcn.ISA_HELP)
     amdgcn.add_isa_arguments(isa)
     isa.set_defaults(run=amdgcn.run_isa)
