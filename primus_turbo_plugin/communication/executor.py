@@ -159,7 +159,7 @@ class Channel:
             Expected(sender, put, tuple(_part(t, put.target, f) for t, f in zip(slot, forms)))
             for sender, put in incoming(programs, program.rank)
         ]
-        self.transport.begin(arena, expected, program.puts)
+        self.transport.begin(arena, self._sequence, expected, program.puts)
         self._open = call
         self._run(call, program.start)
         if call.span is not None and program.finish:

@@ -94,8 +94,8 @@ class Transport(abc.ABC):
     def release(self, arena: Arena) -> None:
         """Frees it, once no rank uses it any more. Collective."""
 
-    def begin(self, arena: Arena, expected: Sequence[Expected], puts: Sequence[Put]) -> None:  # noqa: B027
-        """A call begins: what will arrive, and what this rank will put. Only two-sided transports need to know."""
+    def begin(self, arena: Arena, value: int, expected: Sequence[Expected], puts: Sequence[Put]) -> None:  # noqa: B027
+        """A call begins: its sequence number, what will arrive, and what this rank will put."""
 
     @abc.abstractmethod
     def fork(self, lane: int) -> None:

@@ -57,7 +57,7 @@ class ProcessGroupTransport(Transport):
     def release(self, arena: Arena) -> None:
         arena.mine = arena.mine[:0]
 
-    def begin(self, arena: Arena, expected: Sequence[Expected], puts: Sequence[Put]) -> None:
+    def begin(self, arena: Arena, value: int, expected: Sequence[Expected], puts: Sequence[Put]) -> None:
         self._rounds, self._round_of = {}, {}
         for put in puts:
             if put.peer != self.rank:

@@ -1,0 +1,117 @@
+"""GPU memory that every rank of one node can write into: torch's symmetric memory, or memory shared by IPC handles.
+
+Symmetric memory is tried first; some ROCm builds have none, and it refuses ranks that share a GPU. IPC handles work wherever the
+ranks see each other's devices. Which one serves, and why not the other, is in the transport's `Capabilities.detail`.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from primus_turbo_plugin.communication.collectives import Group
+from primus_turbo_plugin.communication.transports.device_api import DeviceApi, tensor_at
+from primus_turbo_plugin.errors import UnsupportedError
+
+
+@dataclass(slots=True)
+class PeerMemory:
+    """One allocation on every rank.
+
+    Attributes:
+        mine: uint8 [nbytes], zeros at first.
+        addresses: By rank, where this process sees it.
+        kept: What must live as long as the memory.
+        opened: Addresses to close; `owned`: the address to free.
+    """
+
+    mine: Tensor
+    addresses: tuple[int, ...]
+    kept: Any = None
+    opened: tuple[int, ...] = field(default=())
+    owned: int | None = None
+
+
+def symmetric_memory_refusal(group: Group, device: torch.device) -> str | None:
+    """Why torch's symmetric memory cannot serve these ranks, or None. Collective."""
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: F401
+    except ImportError:
+        own = f"torch {torch.__version__} has none in this build"
+    else:
+        own = ""
+    told: list[tuple[str, str, int | None]] = [("", "", None)] * group.size()
+    dist.all_gather_object(told, (own, socket.gethostname(), device.index), group=group)
+    reasons = {reason for reason, _, _ in told if reason}
+    if reasons:
+        return ", ".join(sorted(reasons))
+    if len({(host, index) for _, host, index in told}) < len(told):
+        return "two ranks share a GPU"
+    return None
+
+
+def allocate_symmetric(nbytes: int, group: Group, device: torch.device) -> PeerMemory:
+    """By torch. Collective."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    mine = _SymmetricMemory.empty_strided_p2p((nbytes,), [1], torch.uint8, device, group.group_name)
+    handle = _SymmetricMemory.rendezvous(mine)
+    offset = getattr(handle, "offset", 0)
+    mine.zero_()
+    torch.cuda.synchronize(device)
+    dist.barrier(group=group)
+    addresses = tuple(int(address) + offset for address in handle.buffer_ptrs)
+    return PeerMemory(mine, addresses, kept=(mine, handle))
+
+
+def allocate_ipc(nbytes: int, group: Group, device: torch.device, api: DeviceApi) -> PeerMemory:
+    """By IPC handles. Collective; an error of one rank is raised on all.
+
+    Raises:
+        UnsupportedError: Some rank cannot make or open the memory.
+    """
+    size, rank = group.size(), group.rank()
+    owned, handle, failure = 0, b"", ""
+    try:
+        owned = api.allocate(nbytes)
+        handle = api.share(owned)
+    except UnsupportedError as error:
+        failure = str(error)
+    told: list[tuple[bytes, str, str]] = [(b"", "", "")] * size
+    dist.all_gather_object(told, (handle, socket.gethostname(), failure), group=group)
+    addresses = [owned] * size
+    failures = [f"rank {peer}: {text}" for peer, (_, _, text) in enumerate(told) if text]
+    hosts = {host for _, host, _ in told}
+    if len(hosts) > 1:
+        failures.append(f"ranks are on {len(hosts)} machines")
+    if not failures:
+        try:
+            addresses = [owned if peer == rank else api.open_shared(told[peer][0]) for peer in range(size)]
+        except UnsupportedError as error:
+            failure = str(error)
+    opened: list[str] = [""] * size
+    dist.all_gather_object(opened, failure, group=group)
+    failures += [f"rank {peer}: {text}" for peer, text in enumerate(opened) if text and not told[peer][2]]
+    if failures:
+        raise UnsupportedError(
+            f"transport sdma: peers' memory cannot be had: {'; '.join(failures)}. Set 'transport: process_group'."
+        )
+    peers = tuple(address for peer, address in enumerate(addresses) if peer != rank)
+    return PeerMemory(tensor_at(owned, nbytes, device), tuple(addresses), opened=peers, owned=owned)
+
+
+def free(memory: PeerMemory, group: Group, api: DeviceApi) -> None:
+    """Once no rank uses it. Collective."""
+    torch.cuda.synchronize()
+    dist.barrier(group=group)
+    for address in memory.opened:
+        api.close_shared(address)
+    dist.barrier(group=group)  # a mapping must not outlive its memory
+    if memory.owned is not None:
+        api.free(memory.owned)
+    memory.kept, memory.opened, memory.owned = None, (), None
