@@ -268,6 +268,46 @@ def test_split_barriers_order_what_came_before_the_signal_only() -> None:
         launch(kernel("gfx1250", between, waves=2, lds=256), 1, [out])
 
 
+@pytest.mark.parametrize(("loads", "fails"), [(63, True), (64, False)])
+def test_a_counter_that_is_full_waits_for_its_oldest_operation(loads: int, fails: bool) -> None:
+    """vmcnt counts to 63: the 64th load is not issued before the first has returned, and compilers leave that wait out."""
+    lines = ["s_load_dwordx2 s[4:5], s[0:1], 0x0", "v_lshlrev_b32 v1, 2, v0", "s_waitcnt lgkmcnt(0)"]
+    lines += [f"global_load_dword v{10 + i}, v1, s[4:5]" for i in range(loads)]
+    lines += ["v_add_u32 v2, v10, v10", "s_waitcnt vmcnt(0)", "global_store_dword v1, v2, s[4:5]"]
+    x = np.arange(64, dtype=np.int32)
+    if fails:
+        with pytest.raises(MissingWaitError, match=r"v10 is still being loaded.*vmcnt"):
+            launch(kernel("gfx950", "\n".join(lines)), 1, [x])
+    else:
+        launch(kernel("gfx950", "\n".join(lines)), 1, [x])
+        assert x.tolist() == (2 * np.arange(64)).tolist()
+
+
+ASYNC_LOAD = """
+    s_load_b128 s[4:7], s[0:1], 0x0
+    v_lshlrev_b32 v1, 2, v0
+    v_cmp_gt_u32 vcc_lo, 16, v0
+    v_cndmask_b32 v4, 0x7fffffff, v1, vcc_lo
+    v_cndmask_b32 v5, 0x70000000, v1, vcc_lo
+    s_wait_kmcnt 0x0
+    global_load_async_to_lds_b32 v4, v5, s[4:5]
+    s_wait_asynccnt 0x0
+    ds_load_b32 v2, v1
+    s_wait_dscnt 0x0
+    global_store_b32 v1, v2, s[6:7]
+"""
+
+
+def test_an_asynchronous_load_to_an_address_far_outside_lds_does_nothing() -> None:
+    """That is how Triton masks it: neither memory (here: outside every buffer) nor LDS is touched."""
+    x, y = np.arange(1, 17, dtype=np.int32), np.zeros(32, np.int32)
+    launch(kernel("gfx1250", ASYNC_LOAD, pointers=2, lds=128), 1, [x, y])
+    assert y.tolist() == [*range(1, 17), *[-1] * 16]
+    near = ASYNC_LOAD.replace("0x7fffffff", "0x80").replace("0x70000000", "0")
+    with pytest.raises(OutOfBoundsError, match="LDS transfer of 4 bytes at address 128"):
+        launch(kernel("gfx1250", near, pointers=2, lds=128), 1, [x, y])
+
+
 DIRECT = """
     s_load_dwordx4 s[4:7], s[0:1], 0x0
     v_lshlrev_b32 v1, 2, v0

@@ -102,3 +102,23 @@ def test_atomics_on_one_address_add_up_and_return_what_they_found() -> None:
     waves = run_lines("gfx950", "ds_add_rtn_u32 v0, v1, v2\nds_read_b32 v3, v1", vector=vector, lds=lds)
     assert waves.vgpr[0, 0].tolist() == (np.cumsum(lanes) - lanes).tolist()
     assert set(waves.vgpr[3, 0].tolist()) == {2016}
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "gfx1250"])
+def test_a_store_far_outside_is_dropped_and_one_just_outside_is_an_error(arch: str) -> None:
+    """Triton switches lanes off by giving them the address 0x7fffffff."""
+    store, lanes = ("ds_write_b64", 64) if arch == "gfx950" else ("ds_store_b64", 32)
+    data = np.arange(1, lanes + 1, dtype=np.uint32)
+    address = np.where(np.arange(lanes) % 2, 0x7FFFFFFF, np.arange(lanes) * 8).astype(np.uint32)
+    lines = f"{store} v0, v[1:2] offset:16\n" + (
+        "ds_read_b64 v[4:5], v3" if arch == "gfx950" else "ds_load_b64 v[4:5], v3"
+    )
+    back = (np.arange(lanes) * 8 + 16).astype(np.uint32)
+    lds = np.full(lanes * 8 + 16, 0xAA, np.uint8)
+    waves = run_lines(arch, lines, vector={0: address, 1: data, 2: data * 3, 3: back}, lds=lds)
+    off = np.arange(lanes) % 2 == 1
+    assert waves.vgpr[4, 0].tolist() == np.where(off, 0xAAAAAAAA, data).tolist()
+    assert waves.vgpr[5, 0].tolist() == np.where(off, 0xAAAAAAAA, data * 3).tolist()
+    near = np.full(lanes, lds.size - 16, np.uint32)
+    with pytest.raises(OutOfBoundsError, match=store):
+        run_lines(arch, lines, vector={0: near, 1: data, 2: data, 3: back}, lds=lds)

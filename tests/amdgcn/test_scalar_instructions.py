@@ -108,3 +108,13 @@ def test_scc_reads_as_an_operand() -> None:
     waves = run_lines("gfx1250", "s_cmp_eq_u32 s0, s0\ns_mov_b32 s1, src_scc", scalar={0: 5})
     assert int(waves.sgpr[1, 0]) == 1
     assert SCC >= 128
+
+
+@pytest.mark.parametrize(("arch", "opcode"), [("gfx950", "s_ff1_i32_b64"), ("gfx1250", "s_ctz_i32_b64")])
+def test_the_lowest_set_bit_of_64(arch: str, opcode: str, numbers: np.random.Generator) -> None:
+    for shift in (0, 1, 31, 32, 33, 63):
+        value = (int(numbers.integers(0, 2**63)) << 1 | 1) << shift & (1 << 64) - 1
+        waves = run_lines(arch, f"{opcode} s4, s[6:7]", scalar={6: value & MASK, 7: value >> 32})
+        assert int(waves.sgpr[4, 0]) == shift
+    waves = run_lines(arch, f"{opcode} s4, s[6:7]", scalar={6: 0, 7: 0})
+    assert int(waves.sgpr[4, 0]) == MASK

@@ -66,6 +66,15 @@ INTEGER: dict[str, Callable[[int, int, int], int]] = {
     "v_and_b32_sdwa v0, v1, v2 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1 src1_sel:BYTE_2": (
         lambda a, b, c: a >> 16 & (b >> 16 & 0xFF)
     ),
+    "v_add_u32_sdwa v0, sext(v1), v2 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_2 src1_sel:WORD_0": (
+        lambda a, b, c: (((a >> 16 & 0xFF) ^ 0x80) - 0x80) + (b & 0xFFFF)
+    ),
+    "v_mul_i32_i24_sdwa v0, v1, sext(v2) dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0 src1_sel:WORD_1": (
+        lambda a, b, c: (a & 0xFF) * ((b >> 16 ^ 0x8000) - 0x8000)
+    ),
+    "v_lshlrev_b32_sdwa v0, v1, sext(v2) dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0 src1_sel:BYTE_3": (
+        lambda a, b, c: ((b >> 24 ^ 0x80) - 0x80) << (a & 31)
+    ),
     "v_or_b32_sdwa v0, v1, v2 dst_sel:BYTE_1 dst_unused:UNUSED_PRESERVE src0_sel:BYTE_0 src1_sel:BYTE_3": (
         lambda a, b, c: 0xDEAD00EF | ((a & 0xFF) | (b >> 24)) << 8
     ),

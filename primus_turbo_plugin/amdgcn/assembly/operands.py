@@ -48,6 +48,7 @@ class Operand:
         value: The number, for a floating-point constant.
         negate: Leading minus (floating point) or `neg(..)`.
         absolute: `|..|` or `abs(..)`.
+        sign_extend: `sext(..)`: the selected part of an SDWA source is sign-extended.
         half: `"l"` or `"h"` where a 16-bit half is named (`v3.h`).
         text: As written.
     """
@@ -58,6 +59,7 @@ class Operand:
     value: float = 0.0
     negate: bool = False
     absolute: bool = False
+    sign_extend: bool = False
     half: str = ""
     text: str = ""
 
@@ -105,7 +107,9 @@ def _register(match: re.Match[str], text: str) -> Operand:
 
 @functools.lru_cache(maxsize=65536)
 def parse_operand(text: str) -> Operand:
-    """Read one operand, for example `-|v3|`, `s[4:7]`, `0x3f80`, `1.0`, `off` or a label."""
+    """Read one operand, for example `-|v3|`, `sext(v3)`, `s[4:7]`, `0x3f80`, `1.0`, `off` or a label."""
+    if text.startswith("sext(") and text.endswith(")"):
+        return replace(parse_operand(text[5:-1]), sign_extend=True, text=text)
     bare, negate, absolute = text, False, False
     for prefix, suffix in (("neg(", ")"), ("abs(", ")"), ("-", ""), ("|", "|")):
         if not bare.startswith(prefix) or not bare.endswith(suffix):

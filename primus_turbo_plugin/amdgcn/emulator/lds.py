@@ -1,6 +1,9 @@
 """Local data share of all work-groups of a batch, with bounds checks and (optionally) race tracking.
 
 Uninitialised LDS reads as all ones, NaN in every floating-point format.
+
+Hardware drops stores to addresses outside LDS (CDNA "LDS: out-of-range behaviour"), and Triton switches single lanes off by
+storing to 0x7fffffff. Addresses that far out are dropped here too; anything nearer is a mistake and raises.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from primus_turbo_plugin.amdgcn.emulator.waves import Bools, Ints, Waves
 from primus_turbo_plugin.amdgcn.faults import OutOfBoundsError
 
 Bytes = NDArray[np.uint8]
+
+SWITCHED_OFF = 0x4000_0000
+"""A lane that stores to this address or beyond stores nothing."""
 
 
 class LocalMemory:
@@ -62,7 +68,7 @@ class LocalMemory:
 
     def write(self, pc: int, addresses: Ints, data: Bytes) -> None:
         """Store `data` [chosen, lane, width] for every active lane."""
-        active, indices = self._waves.active, self._waves.indices
+        active, indices = self._waves.active & (addresses < SWITCHED_OFF), self._waves.indices
         width = data.shape[-1]
         self._check(addresses, active, width, "write")
         offsets = (addresses + self.base(indices)[:, None])[active]

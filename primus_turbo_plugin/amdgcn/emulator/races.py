@@ -72,7 +72,7 @@ class RaceTracker:
         """The tracked units an access covers, and for each the wave that makes it; both flat."""
         span = max(width >> self._shift, 1)
         first = addresses >> self._shift
-        if span > 1 and (addresses & ((1 << self._shift) - 1)).any():
+        if span > 1 and (addresses[active] & ((1 << self._shift) - 1)).any():
             span += 1
         base = first + self._group_of[waves][:, None] * self._units
         who = np.broadcast_to(waves[:, None], base.shape)

@@ -4,6 +4,9 @@ Hardware counts outstanding operations per wave (`vmcnt`, `lgkmcnt` on CDNA; `lo
 ... on gfx1250) and `s_waitcnt`/`s_wait_*` stall until a counter is low enough. The emulator has no time, so it models the
 worst case allowed: in *deferred* mode a transfer into LDS lands only at the wait that guarantees it, and a register being
 loaded may not be touched before that wait.
+
+A counter holds a few bits; an operation that would overflow it is not issued before an older one has returned. Compilers rely on
+that: with 63 loads behind it on `vmcnt`, LLVM uses a load's result without any wait.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ Register = tuple[Kind, int]
 VM, LGKM = "vmcnt", "lgkmcnt"
 LOAD, STORE, DS, KM, ASYNC, TENSOR = "loadcnt", "storecnt", "dscnt", "kmcnt", "asynccnt", "tensorcnt"
 COUNTERS = (VM, LGKM, LOAD, STORE, DS, KM, ASYNC, TENSOR)
+CAPACITY = {VM: 63, LGKM: 15, LOAD: 63, STORE: 63, DS: 63, KM: 31, ASYNC: 63, TENSOR: 63}
+"""Largest value of each counter (LLVM: `AMDGPU::Waitcnt`, `IsaInfo` bit masks of gfx9 and gfx1250)."""
 
 
 @dataclass(slots=True)
@@ -65,6 +70,7 @@ class WaitCounters:
         """Count one operation of the chosen waves and return their tickets, 0 elsewhere; [wave]."""
         issued = self._issued[counter]
         issued[self._waves.chosen] += 1
+        self._limit(counter)
         ticket = np.zeros_like(issued)
         ticket[self._waves.chosen] = issued[self._waves.chosen]
         return ticket
@@ -73,6 +79,13 @@ class WaitCounters:
         """Count an operation nobody needs the result of (a store)."""
         if self.deferred:
             self._issued[counter][self._waves.chosen] += 1
+            self._limit(counter)
+
+    def _limit(self, counter: str) -> None:
+        """An operation that would overflow its counter is issued after an older one has returned."""
+        chosen, capacity = self._waves.chosen, CAPACITY[counter]
+        if (self._issued[counter][chosen] - self._landed[counter][chosen] > capacity).any():
+            self.wait(counter, capacity)
 
     def fill(self, counters: Iterable[str], registers: Iterable[Register], instruction: Instruction,
              in_order: bool = True) -> None:  # fmt: skip

@@ -32,6 +32,24 @@ def gemm(a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_b
 
 
 @triton.jit
+def gemm_k_tail(a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+                BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """The same with any K: masked loads, whose rows are aligned to 2 bytes only."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    depth = tl.arange(0, BK)
+    a = a_ptr + (rows % M)[:, None] * stride_am + depth[None, :] * stride_ak
+    b = b_ptr + depth[:, None] * stride_bk + (columns % N)[None, :] * stride_bn
+    total = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        inside = k + depth < K
+        left = tl.load(a + k * stride_ak, mask=inside[None, :], other=0)
+        total = tl.dot(left, tl.load(b + k * stride_bk, mask=inside[:, None], other=0), total)
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(c_ptr + rows[:, None] * N + columns[None, :], total.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
 def gemm_descriptor(a_ptr, b_ptr, c_ptr, M, N, K, A_T: tl.constexpr, B_T: tl.constexpr,
                     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """The same through descriptors, which are TDM on gfx1250; A_T: a is stored [K, M], B_T: b is stored [N, K]."""
@@ -109,7 +127,20 @@ def _gate(layout: str, arch: str) -> IsaGate:
 
 
 def isa_targets() -> list[KernelTarget]:
-    targets = []
+    targets = [
+        KernelTarget(
+            name="gemm_k_tail",  # 64 narrow loads on gfx950, one more than vmcnt counts; switched-off LDS stores on gfx1250
+            kernel=gemm_k_tail,
+            archs=("gfx942", "gfx950", "gfx1250"),
+            inputs=inputs("NT", 70, 66, 200, strides=True),
+            grid=_grid,
+            constants=BLOCKS | {"BK": 128},
+            options={"num_warps": 4, "num_stages": 2},
+            types=TYPES,
+            expected=reference("NT"),
+            tolerance=BF16_STEP,
+        )
+    ]
     for layout in ("NT", "NN", "TN"):
         for arch in ("gfx942", "gfx950", "gfx1250"):
             targets.append(

@@ -112,8 +112,10 @@ class VectorOperation:
 
     def _source(self, operand: Operand, kind: str, position: int) -> Reader:
         if self.sdwa and position < 2 and kind != "mask":
-            read = sdwa_reader(vector_reader(operand, "u32"), self.instruction, position)
+            read = sdwa_reader(vector_reader(operand, "u32"), self.instruction, position, operand.sign_extend)
             return lambda m: typed(read(m), kind)
+        if operand.sign_extend:
+            raise AssemblyError(f"{self.instruction.where}: sext() needs an SDWA selector on a vector operand.")
         return vector_reader(operand, kind, op_sel(self.instruction, position))
 
     def compute(self, machine: Machine) -> list[Array]:

@@ -84,8 +84,8 @@ def count_leading(a: Array) -> NDArray[np.int32]:
 
 
 def count_trailing(a: Array) -> NDArray[np.int32]:
-    """Trailing zeros of 32 bits; -1 for zero."""
-    lowest = a & (~a + U32(1))
+    """Trailing zeros of 32 or 64 bits; -1 for zero."""
+    lowest = a & (~a + a.dtype.type(1))
     return np.where(a == 0, -1, np.frexp(lowest.astype(np.float64))[1] - 1).astype(np.int32)
 
 

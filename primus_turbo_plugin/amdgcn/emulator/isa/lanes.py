@@ -128,12 +128,14 @@ def _selection(word: str, where: str) -> tuple[int, int]:
     raise AssemblyError(f"{where}: unknown SDWA selector {word!r}.")
 
 
-def sdwa_reader(read: Reader, instruction: Instruction, position: int) -> Reader:
-    """Source operand 0 or 1 through its selector, zero-extended."""
+def sdwa_reader(read: Reader, instruction: Instruction, position: int, sign_extend: bool = False) -> Reader:
+    """Source operand 0 or 1 through its selector, zero-extended or (`sext`) sign-extended."""
     shift, width = _selection(instruction.word(f"src{position}_sel", "DWORD"), instruction.where)
     if width == 32:
         return read
-    return lambda m: (read(m) >> U32(shift)) & U32((1 << width) - 1)
+    if not sign_extend:
+        return lambda m: (read(m) >> U32(shift)) & U32((1 << width) - 1)
+    return lambda m: ((read(m) << U32(32 - shift - width)).view(np.int32) >> (32 - width)).view(U32)
 
 
 def sdwa_merge(instruction: Instruction, result: Words, previous: Words) -> Words:

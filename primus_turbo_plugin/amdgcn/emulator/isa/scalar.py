@@ -129,6 +129,7 @@ scalar(
 )
 scalar("s_brev_b32", "u32 = u32", bit_reverse, "D = S0 bit-reversed")
 scalar("s_ff1_i32_b32 s_ctz_i32_b32", "i32 = u32", count_trailing, "D = trailing zeros, -1 for zero")
+scalar("s_ff1_i32_b64 s_ctz_i32_b64", "i32 = u64", count_trailing, "D = trailing zeros, -1 for zero")
 scalar("s_flbit_i32_b32 s_clz_i32_u32", "i32 = u32", count_leading, "D = leading zeros, -1 for zero")
 scalar("s_bcnt1_i32_b32", "u32 scc = u32", lambda a: _and_flag(count_ones(a)), "D = ones in S0; SCC = D != 0")
 scalar("s_bcnt1_i32_b64", "u32 scc = u64", lambda a: _and_flag(count_ones(a)), "D = ones in S0; SCC = D != 0")

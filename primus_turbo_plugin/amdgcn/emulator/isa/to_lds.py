@@ -22,6 +22,7 @@ from primus_turbo_plugin.amdgcn.emulator.isa.global_access import (
     read_lanes,
 )
 from primus_turbo_plugin.amdgcn.emulator.isa.registry import CDNA, GFX1250, Execute, register
+from primus_turbo_plugin.amdgcn.emulator.lds import SWITCHED_OFF
 from primus_turbo_plugin.amdgcn.emulator.memory import scatter
 from primus_turbo_plugin.amdgcn.emulator.waits import ASYNC, VM
 from primus_turbo_plugin.amdgcn.emulator.waves import Bools, Ints
@@ -86,7 +87,7 @@ def _bind_buffer_load(instruction: Instruction) -> Execute:
 
 
 def _bind_async_load(instruction: Instruction) -> Execute:
-    """LDS[address of each lane + offset] = memory (gfx1250)."""
+    """LDS[address of each lane + offset] = memory (gfx1250); a lane whose LDS address is far outside does nothing."""
     target, address, base = instruction.operands
     width = parse_width(instruction.opcode.rsplit("_", 1)[1])
     compute = global_addresses(instruction, address, base, width.bytes)
@@ -94,8 +95,10 @@ def _bind_async_load(instruction: Instruction) -> Execute:
 
     def execute(machine: Machine) -> None:
         addresses, lanes = compute(machine)
+        places = address_of(machine, target, offset)
+        lanes = lanes & (places < SWITCHED_OFF)
         data = read_lanes(machine, addresses, lanes, width.bytes)
-        land_in_lds(machine, ASYNC, address_of(machine, target, offset), data, lanes)
+        land_in_lds(machine, ASYNC, places, data, lanes)
 
     return execute
 
