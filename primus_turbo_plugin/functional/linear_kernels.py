@@ -8,9 +8,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from primus_turbo_plugin.communication.agreement import agree
 from primus_turbo_plugin.kernels.registry import Backend, KernelRegistry, default_registry
 from primus_turbo_plugin.kernels.requests import GemmRequest, QuantizeRequest
+from primus_turbo_plugin.kernels.tuning.table import tuning_table
 from primus_turbo_plugin.precision.module_plan import ModulePlan
+from primus_turbo_plugin.precision.presets import GEMM_OPERANDS
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 from primus_turbo_plugin.precision.rounding import RoundingKey
@@ -64,10 +67,11 @@ class LinearKernels:
 
         Raises:
             UnsupportedError: A GEMM or a quantisation is served by no backend in the plan's order; holds every reason.
+            ConfigError: Another rank of the job has chosen otherwise for the same plan.
         """
         registry = default_registry(plan.tuning_file) if registry is None else registry
         gemms: dict[str, Any] = {}
-        for gemm in ("fprop", "dgrad", "wgrad"):
+        for gemm in GEMM_OPERANDS:
             a, b = (spec if spec.is_quantized else dtype for spec in plan.precision.gemm(gemm))
             out_dtype, adds = (wgrad_dtype, accumulate) if gemm == "wgrad" else (dtype, False)
             request = GemmRequest(device=device.type, a=a, b=b, out_dtype=out_dtype, accumulate=adds)
@@ -78,7 +82,16 @@ class LinearKernels:
             if row or column:
                 wanted = QuantizeRequest(device=device.type, dtype=dtype, row_spec=row, col_spec=column)
                 quantizers[operand] = registry.select("quantize", wanted, plan.kernels.get("quantize"))
-        return cls(plan=plan, dtype=dtype, wgrad_dtype=wgrad_dtype, gemms=gemms, quantizers=quantizers)
+        chosen = cls(plan=plan, dtype=dtype, wgrad_dtype=wgrad_dtype, gemms=gemms, quantizers=quantizers)
+        agree(_question(plan, device, dtype, wgrad_dtype, accumulate), chosen.choices)
+        return chosen
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """What was chosen, by name: backends, and the tuning table they are configured by."""
+        found = {f"{gemm} GEMM": backend.name for gemm, backend in self.gemms.items()}
+        found |= {f"quantisation of {operand}": backend.name for operand, backend in self.quantizers.items()}
+        return found | {"tuned configurations": tuning_table(self.plan.tuning_file).digest}
 
     def gemm_nt(self, gemm: str, a: Operand, b: Operand, out: Tensor | None = None) -> Tensor:
         """a [M, K] @ b [N, K].T -> [M, N]; with `out` (fp32) added to it in place. M, N or K may be 0."""
@@ -99,6 +112,16 @@ class LinearKernels:
             t, row, column, key=key, signs_seed=self.plan.precision.signs_seed
         )
         return copies
+
+
+def _question(
+    plan: ModulePlan, device: torch.device, dtype: torch.dtype, wgrad_dtype: torch.dtype, accumulate: bool
+) -> str:
+    """Everything that the choice follows from, but the machine: ranks that ask the same must get the same."""
+    specs = ", ".join(f"{gemm} {' x '.join(map(str, plan.precision.gemm(gemm)))}" for gemm in GEMM_OPERANDS)
+    order = plan.kernels.to_value() or "default"
+    out = f"dw {wgrad_dtype}{' accumulated' if accumulate else ''}"
+    return f"the kernels of a linear in {plan.recipe} ({specs}; {dtype}, {out}, {device.type}, order {order})"
 
 
 def operand_specs(plan: ModulePlan, operand: str) -> tuple[QuantSpec | None, QuantSpec | None]:

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from primus_turbo_plugin.precision.config import TurboConfig
 from primus_turbo_plugin.precision.module_plan import ModulePlan
 from primus_turbo_plugin.specs import compat
+from primus_turbo_plugin.specs.agreement import agree_on_model
 from primus_turbo_plugin.specs.bind import bind_layer, modules_of, require_matches
 from primus_turbo_plugin.specs.checkpoint import CheckpointKeys
 from primus_turbo_plugin.specs.layers import decoder_layer_spec, layer_norm
@@ -89,6 +90,7 @@ class GptSpecs:
         self.final_norm = layer_norm(config, self.provider)
         self.modules = self._all_modules()
         require_matches(self.turbo, self.modules)
+        agree_on_model(config, self.turbo, self.modules, self.linear_plans())
 
     def layer(self, index: int) -> ModuleSpec:
         """Decoder layer `index`, global from 0."""

@@ -20,11 +20,12 @@ from megatron.core.transformer.transformer_layer import (
 from primus_turbo_plugin.errors import UnsupportedError
 from primus_turbo_plugin.precision.config import TurboConfig
 from primus_turbo_plugin.specs import compat
+from primus_turbo_plugin.specs.agreement import agree_on_model
 from primus_turbo_plugin.specs.bind import bind_layer, modules_of, require_matches
 from primus_turbo_plugin.specs.checkpoint import FUSED_NAMES
 from primus_turbo_plugin.specs.layers import attention_spec, layer_norm, mlp_spec
 from primus_turbo_plugin.specs.on_demand import on_demand
-from primus_turbo_plugin.specs.provider import TurboSpecProvider
+from primus_turbo_plugin.specs.provider import LINEAR_CLASSES, TurboSpecProvider
 from primus_turbo_plugin.specs.settings import resolve
 
 _Stack, _StackSubmodules = compat.hybrid_classes()
@@ -78,7 +79,10 @@ def hybrid_stack_spec(config: Any, turbo: TurboConfig | None = None) -> ModuleSp
     provider = TurboSpecProvider.from_config(config, turbo)
     layers = _layer_templates(config, provider)
     final_norm = layer_norm(config, provider)
-    _require_matches(config, turbo, provider, layers, final_norm)
+    modules = _all_modules(config, provider, layers, final_norm)
+    require_matches(turbo, modules)
+    linears = [path for path, kind in modules.items() if kind in LINEAR_CLASSES]
+    agree_on_model(config, turbo, modules, [turbo.plan(path, _layer_of(path), config.num_layers) for path in linears])
     makers: dict[str, Callable[[], ModuleSpec]] = {
         kind: functools.partial(_same, template) for kind, template in layers.items()
     }
@@ -168,10 +172,10 @@ def _keys_map(norm: str, fused: bool) -> dict[str, str]:
     return {} if fused else {f"{norm}.": FUSED_NAMES[norm]}
 
 
-def _require_matches(
-    config: Any, turbo: TurboConfig, provider: TurboSpecProvider, layers: Mapping[str, ModuleSpec], final_norm: Any
-) -> None:
-    """Which kind each layer is, only the model's layer pattern says: any kind may stand anywhere."""
+def _all_modules(
+    config: Any, provider: TurboSpecProvider, layers: Mapping[str, ModuleSpec], final_norm: Any
+) -> dict[str, type]:
+    """Path -> class. Which kind each layer is, only the model's layer pattern says: any kind may stand anywhere."""
     found = modules_of(final_norm, FINAL_NORM)
     mixer = {"in_proj": _mixer_projection(provider), "out_proj": provider.row_parallel_linear()}
     for index in range(config.num_layers):
@@ -180,4 +184,9 @@ def _require_matches(
             found |= modules_of(template, path)
         for slot, spec in mixer.items():
             found |= modules_of(spec, f"{path}.mixer.{slot}")
-    require_matches(turbo, found)
+    return found
+
+
+def _layer_of(path: str) -> int:
+    """The layer number in the path of a linear; all linears of a stack are in layers."""
+    return int(path.split(".")[2])

@@ -1,0 +1,64 @@
+"""All ranks of a job build the same model: compared where its specs are built, before anything is allocated."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from primus_turbo_plugin.communication.agreement import agree
+from primus_turbo_plugin.diagnostics.report import precision_rows
+from primus_turbo_plugin.errors import UnsupportedError
+from primus_turbo_plugin.functional.linear_kernels import LinearKernels
+from primus_turbo_plugin.kernels.tuning.table import tuning_table
+from primus_turbo_plugin.precision.config import TurboConfig
+from primus_turbo_plugin.precision.module_plan import ModulePlan
+
+
+def agree_on_model(config: Any, turbo: TurboConfig, modules: Mapping[str, type], plans: Iterable[ModulePlan]) -> None:
+    """Compares what this rank is about to build with the other ranks: recipes, kernels, tuned configurations.
+
+    Args:
+        config: The model's `TransformerConfig`.
+        turbo: What `settings.resolve` made of it.
+        modules: Path -> class over all pipeline stages; tells models of one job apart.
+        plans: The plans of all linears.
+
+    Raises:
+        ConfigError: Another rank builds it otherwise; names both and the remedy.
+    """
+    plans = list(plans)
+    choices = {**_recipes(plans), **_kernels(config, plans)}
+    choices["seeds"] = f"signs {turbo.signs_seed}, rounding {turbo.rounding_seed}"
+    choices["tuned configurations"] = tuning_table(turbo.tuning_file).digest
+    structure = repr((config.num_layers, config.hidden_size, config.ffn_hidden_size, sorted(modules)))
+    agree(f"the model (structure {hashlib.sha256(structure.encode()).hexdigest()[:8]})", choices)
+
+
+def _recipes(plans: Iterable[ModulePlan]) -> dict[str, str]:
+    """Module -> its recipe, and in which layers."""
+    found: dict[str, list[str]] = {}
+    for row in precision_rows(plans):
+        found.setdefault(row.modules, []).append(f"{row.recipe} in layers {row.layers}" if row.layers else row.recipe)
+    return {modules: ", ".join(said) for modules, said in found.items()}
+
+
+def _kernels(config: Any, plans: Iterable[ModulePlan]) -> dict[str, str]:
+    """Who serves each kind of linear here. One that nobody serves is refused when it is first run, with every reason."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    fused = bool(config.gradient_accumulation_fusion)
+    dtype = config.params_dtype
+    found = {}
+    for plan in {(plan.precision, plan.kernels, plan.tuning_file): plan for plan in plans}.values():
+        order = plan.kernels.to_value() or "default"
+        try:
+            kernels = LinearKernels.select(
+                plan, device, dtype, wgrad_dtype=torch.float32 if fused else dtype, accumulate=fused
+            )
+            chosen = ", ".join(f"{name} {backend}" for name, backend in kernels.choices.items())
+        except UnsupportedError as error:
+            chosen = "; ".join(f"{name}: {reason}" for name, reason in error.reasons.items())
+        found[f"kernels of {plan.recipe} in order {order}"] = chosen
+    return found
