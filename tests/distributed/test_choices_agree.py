@@ -92,7 +92,7 @@ def test_another_recipe_order_seed_or_tuning_file_is_refused_where_the_specs_are
         "tuning": ({"tuning_file": _tuning_file(tmp_path / f"{rank_info.rank}.json")}, ["tuned configurations"]),
     }
     for number, (name, (change, words)) in enumerate(others.items()):
-        turbo = {**base, "signs_seed": number} | (change if rank_info.rank == 1 else {})
+        turbo = {**base, "signs_seed": 1 + number} | (change if rank_info.rank == 1 else {})
         errors = _errors(rank_info, lambda turbo=turbo: _model(turbo))
         assert sum(error is not None for error in errors) == 1, (name, errors)
         message = next(error for error in errors if error)
