@@ -31,7 +31,7 @@ class Packing:
         cu_seqlens_k: The same for keys and values.
         cu_seqlens_q_padded: int32 `[sequences + 1]`, where each sequence starts; None: no padding, as `cu_seqlens_q`.
         cu_seqlens_k_padded: The same for keys and values.
-        max_seqlen_q: The longest sequence, where known; kernels that launch a grid need it.
+        max_seqlen_q: The longest sequence, where known; no kernel here needs it.
         max_seqlen_k: The same for keys and values.
     """
 
@@ -41,6 +41,16 @@ class Packing:
     cu_seqlens_k_padded: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+
+    @property
+    def starts_q(self) -> Tensor:
+        """Where each sequence of queries starts, and behind the last."""
+        return self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
+
+    @property
+    def starts_k(self) -> Tensor:
+        """The same for keys and values."""
+        return self.cu_seqlens_k if self.cu_seqlens_k_padded is None else self.cu_seqlens_k_padded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,17 +91,21 @@ class AttentionMask:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Dropout:
-    """Dropout of attention probabilities, given as what is kept: a byte a score.
-
-    TODO(#6): a counter-based key instead, for kernels that draw as they go.
+    """Dropout of attention probabilities, drawn by a counter: see kernels/attention_dropout.py.
 
     Attributes:
         probability: Of dropping; kept probabilities are scaled by 1 / (1 - probability).
-        keep: bool `[batch, heads, queries, keys]`.
+        seed: int64 `[1]`, on the device of q. A tensor, so that a CUDA graph can be replayed with another.
+        query_places: int32 `[queries]`, each query's place among all ranks' tokens in their natural order; None: counted.
+        key_places: int32 `[keys]`, the same for keys.
+        first_head: Number of the first head at hand, where heads are split.
     """
 
     probability: float
-    keep: Tensor
+    seed: Tensor
+    query_places: Tensor | None = None
+    key_places: Tensor | None = None
+    first_head: int = 0
 
     @property
     def scale(self) -> float:

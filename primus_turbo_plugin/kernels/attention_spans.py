@@ -28,6 +28,7 @@ class Span:
         k_start: The first key.
         k_len: How many.
         position: Where the first query stands, counted from the first key.
+        place: Where the first query lies among all tokens of all context-parallel ranks, in their natural order.
     """
 
     q_start: int
@@ -35,6 +36,7 @@ class Span:
     k_start: int
     k_len: int
     position: int
+    place: int
 
     def visible(self, first: int, last: int, mask: AttentionMask) -> tuple[int, int]:
         """The range of keys outside which none of the queries `first ... last - 1` sees any; both counted from the start."""
@@ -57,12 +59,14 @@ def spans(mask: AttentionMask, num_queries: int, num_keys: int) -> Iterator[Span
     """
     for sequence in _sequences(mask, num_queries, num_keys):
         if mask.zigzag is None:
-            yield from sequence.span(0, sequence.q_len, sequence.k_len - sequence.q_len)
+            yield from sequence.span(0, sequence.q_len, sequence.k_len - sequence.q_len, sequence.place)
             continue
         chunk = sequence.q_room // 2  # of this rank's two
         for half, number in enumerate(_chunks(mask.zigzag)):
             position = number * chunk
-            yield from sequence.span(half * chunk, min(chunk, sequence.q_len - position), position)
+            yield from sequence.span(
+                half * chunk, min(chunk, sequence.q_len - position), position, sequence.place + position
+            )
 
 
 def natural_order(packing: Packing | None, tokens_per_rank: int, size: int) -> Tensor:
@@ -116,17 +120,18 @@ def _chunks(zigzag: ZigZag) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """`q_start` and `q_room` (length with padding) are this rank's; `q_len` and the keys are the whole sequence's."""
+    """`q_start` and `q_room` (length with padding) are this rank's; `place`, `q_len` and the keys are the whole sequence's."""
 
     q_start: int
     q_room: int
+    place: int
     q_len: int
     k_start: int
     k_len: int
 
-    def span(self, offset: int, length: int, position: int) -> Iterator[Span]:
+    def span(self, offset: int, length: int, position: int, place: int) -> Iterator[Span]:
         if length > 0:
-            yield Span(self.q_start + offset, length, self.k_start, self.k_len, position)
+            yield Span(self.q_start + offset, length, self.k_start, self.k_len, position, place)
 
 
 def _sequences(mask: AttentionMask, num_queries: int, num_keys: int) -> Iterator[_Sequence]:
@@ -147,7 +152,7 @@ def _sequences(mask: AttentionMask, num_queries: int, num_keys: int) -> Iterator
             raise ShapeError(
                 f"attention: context parallelism needs as many keys as queries; sequence {index} has {k_len} and {q_len}."
             )
-        yield _Sequence(q_starts[index] // size, room // size, q_len, k_starts[index], k_len)
+        yield _Sequence(q_starts[index] // size, room // size, q_starts[index], q_len, k_starts[index], k_len)
 
 
 def _lengths(side: str, cu_seqlens: Tensor, padded: Tensor | None, num_tokens: int) -> tuple[list[int], list[int]]:

@@ -29,6 +29,7 @@ _BACKEND_MODULES = (
     "primus_turbo_plugin.kernels.reference.gemm",
     "primus_turbo_plugin.kernels.reference.quantize",
     "primus_turbo_plugin.kernels.reference.norm",
+    "primus_turbo_plugin.kernels.triton.attention",
     "primus_turbo_plugin.kernels.reference.attention",
 )
 """Modules that define `BACKEND`, best first: this is the order in which a request without an order is offered."""

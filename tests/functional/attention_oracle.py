@@ -6,6 +6,7 @@ divided by one instead of by zero, so that gradients stay finite.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,34 @@ def allowed_keys(queries: int, keys: int, *, causal: bool = False, window: tuple
             ahead_ok = (window[1] < 0 or ahead <= window[1]) and not (causal and ahead > 0)
             allowed[i, j] = behind_ok and ahead_ok
     return allowed
+
+
+def dropout_keep(seed: int, probability: float, shape: tuple[int, int, int, int]) -> Tensor:
+    """bool [batch, heads, queries, keys]: what the counter of kernels/attention_dropout.py keeps, in numpy's own arithmetic."""
+    batch, heads, queries, keys = shape
+    keep = np.empty(shape, dtype=bool)
+    for b in range(batch):
+        for h in range(heads):
+            w0, w1 = _philox(h, b, seed % 2**32, seed >> 32)
+            rows = _mixed(np.arange(queries, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(w0))
+            columns = _mixed(np.arange(keys, dtype=np.uint32) * np.uint32(0x85EBCA77) + np.uint32(w1))
+            keep[b, h] = _mixed(rows[:, None] ^ columns) >= round(probability * 2**32)
+    return torch.from_numpy(keep)
+
+
+def _philox(c0: int, c1: int, k0: int, k1: int) -> tuple[int, int]:
+    c2 = c3 = 0
+    for _ in range(10):
+        left, right = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = right >> 32 ^ c1 ^ k0, right % 2**32, left >> 32 ^ c3 ^ k1, left % 2**32
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c0, c1
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    x = (x ^ x >> np.uint32(16)) * np.uint32(0x7FEB352D)
+    x = (x ^ x >> np.uint32(15)) * np.uint32(0x846CA68B)
+    return x ^ x >> np.uint32(16)
 
 
 def attention_float64(

@@ -13,7 +13,13 @@ from primus_turbo_plugin.errors import ConfigError, ShapeError, UnsupportedError
 from primus_turbo_plugin.functional.attention import attention
 from primus_turbo_plugin.kernels.attention import AttentionMask, Dropout, Packing
 from primus_turbo_plugin.kernels.reference import attention as reference
-from tests.functional.attention_oracle import allowed_keys, attention_float64, packed_float64, relative_error
+from tests.functional.attention_oracle import (
+    allowed_keys,
+    attention_float64,
+    dropout_keep,
+    packed_float64,
+    relative_error,
+)
 
 # Largest error allowed against float64, relative to the largest value. fp64 and fp32: some dozen roundings of 2^-53 and 2^-24.
 # bf16 and fp16: the one rounding at the end, half a unit in the last place, and fp32's share.
@@ -65,7 +71,8 @@ def test_any_combination_of_features_equals_float64(dtype: torch.dtype, case: in
     masked = torch.rand(c["batch"], 1, c["queries"], c["keys"], generator=rng) < 0.4 if c["masked"] else None
     bias = _tensor(rng, 1, c["heads"], 1, c["keys"], dtype=dtype) if c["bias"] else None
     sinks = _tensor(rng, c["heads"], dtype=dtype) if c["sinks"] else None
-    keep = torch.rand(scores, generator=rng) >= c["dropout"] if c["dropout"] else None
+    seed = torch.randint(2**62, (1,), generator=rng)
+    keep = dropout_keep(seed.item(), c["dropout"], scores) if c["dropout"] else None
     scale = 0.6 / c["dim"] ** 0.5
 
     def laid_out(x: Tensor) -> Tensor:
@@ -77,7 +84,7 @@ def test_any_combination_of_features_equals_float64(dtype: torch.dtype, case: in
         layout=c["layout"],
         mask=AttentionMask(causal=c["causal"], window=c["window"], masked=masked),
         scale=scale, bias=bias, sinks=sinks, softcap=c["softcap"],
-        dropout=None if keep is None else Dropout(probability=c["dropout"], keep=keep),
+        dropout=None if keep is None else Dropout(probability=c["dropout"], seed=seed),
     )  # fmt: skip
     assert out.is_contiguous()
     assert out.dtype == dtype
@@ -297,7 +304,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "mask of other size": ({"mask": AttentionMask(masked=torch.ones(1, 1, 4, 5).bool())}, r"\[1, 2, 4, 4\], got \[1, 1, 4, 5\]"),
     "mask of floats": ({"mask": AttentionMask(masked=torch.ones(1, 1, 4, 4))}, "must be bool"),
     "bias of three dimensions": ({"bias": torch.ones(2, 4, 4)}, "the bias must broadcast"),
-    "dropout of other size": ({"dropout": Dropout(probability=0.1, keep=torch.ones(1, 1, 4, 4).bool())}, "dropout.keep must be"),
+    "seed of other dtype": ({"dropout": Dropout(probability=0.1, seed=torch.zeros(1))}, "seed must be one int64 on cpu"),
+    "probability": ({"dropout": Dropout(probability=1.1, seed=torch.zeros(1).long())}, "must be in 0 ... 1, got 1.1"),
 }  # fmt: skip
 
 

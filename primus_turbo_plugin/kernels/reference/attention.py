@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from primus_turbo_plugin.kernels.attention import AttentionMask, AttentionOptions, AttentionRequest, Dropout
+from primus_turbo_plugin.kernels.attention_dropout import keep_mask
 from primus_turbo_plugin.kernels.attention_spans import spans
 from primus_turbo_plugin.kernels.registry import Backend
 
@@ -163,11 +164,13 @@ def attention_bwd(
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Rows of queries and the run of keys that any of them sees; `position` is the first row's, counted in these keys."""
+    """Rows of queries and the run of keys that any of them sees; `position` is the first row's, counted in these keys, `place`
+    its place among all ranks' tokens."""
 
     rows: slice
     keys: slice
     position: int
+    place: int
 
     @property
     def num_rows(self) -> int:
@@ -195,6 +198,7 @@ def _blocks(q: Tensor, k: Tensor, mask: AttentionMask) -> Iterator[_Block]:
                 slice(span.q_start + first, span.q_start + last),
                 slice(span.k_start + low, span.k_start + high),
                 span.position + first - low,
+                span.place + first,
             )
 
 
@@ -237,7 +241,16 @@ def _hidden(block: _Block, mask: AttentionMask, device: torch.device) -> Tensor 
 
 
 def _dropped(x: Tensor, dropout: Dropout, block: _Block) -> Tensor:
-    return x * dropout.keep[:, :, block.rows, block.keys] * dropout.scale
+    """x [batch, heads, rows, keys] times what is kept, scaled."""
+    queries = torch.arange(block.place, block.place + block.num_rows, device=x.device)
+    keys = torch.arange(block.keys.start, block.keys.stop, device=x.device)
+    if dropout.query_places is not None:
+        queries = dropout.query_places[block.rows].long()
+    if dropout.key_places is not None:
+        keys = dropout.key_places[block.keys].long()
+    batch, heads = range(x.shape[0]), range(dropout.first_head, dropout.first_head + x.shape[1])
+    kept = keep_mask(dropout.probability, int(dropout.seed), batch=batch, heads=heads, queries=queries, keys=keys)
+    return x * kept * dropout.scale
 
 
 def _block_of(x: Tensor, block: _Block) -> Tensor:

@@ -1,0 +1,510 @@
+"""Gradients of attention (Triton kernels); the launcher is in attention.py.
+
+Math      P = 2^(S - lse);  dP = dout @ v.T;  dS = P (dP - delta), delta = sum dout * out;  with dropout, kept by K:
+          dv = (K P).T @ dout;  dS = P (K dP - delta)
+          dk = scale dS.T @ q;  dq = scale dS @ k;  with a softcap dS is first multiplied by 1 - tanh^2
+Layout    dkdv: a program has BLOCK_N keys of one group and goes through the queries of all its heads that see any; scores are
+          computed transposed, so that P and dS stay in registers. dq: BLOCK_M queries of one head, through their keys. Blocks
+          without a mask run in loops of their own
+Cost      dkdv 8 D FLOPs a score and dq 6 (S and dP twice: 7 products for 5). With FUSE_DQ, dkdv adds its part of dq, 10 D in
+          all, to an fp32 buffer by atomics: fewer FLOPs, sums in any order
+Numerics  fp32 inside; P and dS are rounded to the tensors' dtype for the products. Without FUSE_DQ every sum has a fixed order
+Limits    as attention_fwd.py
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from primus_turbo_plugin.kernels.triton.attention_tile import (
+    LOG2E,
+    dropout_words,
+    find_piece,
+    kept_scores,
+    key_range,
+    key_words,
+    load_columns,
+    load_rows,
+    query_piece,
+    query_range,
+    query_words,
+    seen,
+    store_rows,
+    tanh,
+    token_places,
+)
+
+
+@triton.jit
+def attention_delta_kernel(
+    out, dout, lse, delta, lse2, heads, tokens,
+    stride_ob, stride_os, stride_oh, stride_od, stride_gb, stride_gs, stride_gh, stride_gd,
+    V_DIM: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """lse in base 2, with +inf for rows that see nothing, so that P = 0 there; unless None, delta = sum of out * dout."""
+    head, batch = tl.program_id(1) % heads, tl.program_id(1) // heads
+    first = tl.program_id(0) * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    out += tl.cast(batch, tl.int64) * stride_ob + head * stride_oh
+    dout += tl.cast(batch, tl.int64) * stride_gb + head * stride_gh
+    place = tl.cast(tl.program_id(1), tl.int64) * tokens + rows
+    old = tl.load(lse + place, mask=rows < tokens, other=0.0)
+    sees = old != -float("inf")
+    tl.store(lse2 + place, tl.where(sees, old * LOG2E, float("inf")), mask=rows < tokens)
+    if delta is not None:
+        o = load_rows(out, None, 0, 0, 0, first, tokens, stride_os, stride_od, BLOCK_M, 0, DV, V_DIM, True, False, True)
+        g = load_rows(
+            dout, None, 0, 0, 0, first, tokens, stride_gs, stride_gd, BLOCK_M, 0, DV, V_DIM, True, False, True
+        )
+        products = tl.where(sees[:, None], o.to(tl.float32) * g.to(tl.float32), 0.0)
+        tl.store(delta + place, tl.sum(products, 1), mask=rows < tokens)
+
+
+@triton.jit
+def _score_gradients(
+    scores, dp, lse2, delta, ok, kept, keep_scale, scale, softcap, META: tl.constexpr, MASKED: tl.constexpr
+):
+    """(P with what is dropped zeroed, dS) from raw scores and dP; `lse2` and `delta` come ready to broadcast."""
+    slope = 1.0
+    if META.softcap:
+        capped = tanh(scores * scale)
+        slope = 1.0 - capped * capped
+        p = tl.exp2(capped * softcap - lse2)
+    else:
+        p = tl.exp2(scores * scale - lse2)
+    if MASKED:
+        p = tl.where(ok, p, 0.0)
+    used = p
+    if META.dropout:
+        used = tl.where(kept, p, 0.0)
+        dp = tl.where(kept, dp * keep_scale, 0.0)
+    ds = p * (dp - delta)
+    if META.softcap:
+        ds = ds * slope
+    return used, ds
+
+
+@triton.jit
+def _dkdv_block(
+    dk0, dk1, dv, k0, k1, values, q, q_desc, q_desc1, dout, dout_desc, dq, lse2, delta, masked,
+    q_places, column_words, query_word, threshold, keep_scale, natural,
+    batch, head, q_start, q_len, k_len, position, first, keys, left, right, scale, softcap,
+    stride_qs, stride_qd, stride_gs, stride_gd, stride_dqs, stride_mq,
+    META: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FUSE_DQ: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One block of queries: the new (dk0, dk1, dv), with `keys` as rows."""
+    TMA: tl.constexpr = META.tma and not (MASKED and (META.packed or META.zigzag))
+    rows = first + tl.arange(0, BLOCK_M)
+    q0 = load_rows(
+        q, q_desc, batch, head, q_start, first, q_len, stride_qs, stride_qd,
+        BLOCK_M, 0, META.d0, META.dim, MASKED, TMA, META.wide,
+    )  # fmt: skip
+    if META.both_ways:
+        q0_t = load_columns(q, first, q_len, stride_qs, stride_qd, BLOCK_M, 0, META.d0, META.dim, MASKED, META.wide)
+        scores = tl.dot(k0, q0_t)
+    else:
+        scores = tl.dot(k0, tl.trans(q0))
+    if META.d1 > 0:
+        q1 = load_rows(
+            q, q_desc1, batch, head, q_start, first, q_len, stride_qs, stride_qd,
+            BLOCK_M, META.d0, META.d1, META.dim, MASKED, TMA, META.wide,
+        )  # fmt: skip
+        if META.both_ways:
+            q1_t = load_columns(
+                q, first, q_len, stride_qs, stride_qd, BLOCK_M, META.d0, META.d1, META.dim, MASKED, META.wide
+            )
+            scores = tl.dot(k1, q1_t, scores)
+        else:
+            scores = tl.dot(k1, tl.trans(q1), scores)
+    g = load_rows(
+        dout, dout_desc, batch, head, q_start, first, q_len, stride_gs, stride_gd,
+        BLOCK_M, 0, META.dv, META.v_dim, MASKED, TMA, META.wide,
+    )  # fmt: skip
+    if META.both_ways:
+        g_t = load_columns(dout, first, q_len, stride_gs, stride_gd, BLOCK_M, 0, META.dv, META.v_dim, MASKED, META.wide)
+        dp = tl.dot(values, g_t)
+    else:
+        dp = tl.dot(values, tl.trans(g))
+    if MASKED:
+        row_lse = tl.load(lse2 + rows, mask=rows < q_len, other=float("inf"))
+        row_delta = tl.load(delta + rows, mask=rows < q_len, other=0.0)
+        ok = seen((position + rows)[None, :], keys[:, None], q_len, k_len, left, right, META)
+        if META.masked:
+            places = masked + tl.minimum(rows, q_len - 1).to(tl.int64)[None, :] * stride_mq
+            ok = ok & (tl.load(places, mask=ok, other=1) == 0)
+    else:
+        row_lse = tl.load(lse2 + rows)
+        row_delta = tl.load(delta + rows)
+        ok = True
+    kept = True
+    if META.dropout:
+        places = token_places(q_places, q_start, natural, rows, q_len)
+        kept = kept_scores(column_words[:, None], query_words(places, query_word)[None, :], threshold)
+    p, ds = _score_gradients(
+        scores, dp, row_lse[None, :], row_delta[None, :], ok, kept, keep_scale, scale, softcap, META, MASKED
+    )
+    dv = tl.dot(p.to(g.dtype), g, dv)
+    ds = ds.to(q0.dtype)
+    dk0 = tl.dot(ds, q0, dk0)
+    if META.d1 > 0:
+        dk1 = tl.dot(ds, q1, dk1)
+    if FUSE_DQ:
+        ds_t = tl.trans(ds)
+        part = tl.dot(ds_t, k0)
+        cols = tl.arange(0, META.d0)
+        places = dq + tl.cast(first, tl.int64) * stride_dqs + tl.arange(0, BLOCK_M)[:, None] * stride_dqs
+        mask = (rows < q_len)[:, None] & (cols < META.dim)[None, :]
+        tl.atomic_add(places + cols[None, :], part, mask=mask, sem="relaxed")
+        if META.d1 > 0:
+            part = tl.dot(ds_t, k1)
+            cols = META.d0 + tl.arange(0, META.d1)
+            mask = (rows < q_len)[:, None] & (cols < META.dim)[None, :]
+            tl.atomic_add(places + cols[None, :], part, mask=mask, sem="relaxed")
+    return dk0, dk1, dv
+
+
+@triton.jit
+def attention_dkdv_kernel(
+    q, k, v, q_desc, q_desc1, dout, dout_desc, dq, dk, dv, lse2, delta, masked, seed, q_places, k_places,
+    cu_q, starts_q, cu_k, starts_k,
+    heads, groups, q_tokens, k_tokens, sequences, slots, cp_rank, cp_size, splits,
+    left, right, scale, grad_scale, softcap, first_head, threshold, keep_scale,
+    stride_qb, stride_qs, stride_qh, stride_qd,
+    stride_kb, stride_ks, stride_kh, stride_kd,
+    stride_vb, stride_vs, stride_vh, stride_vd,
+    stride_gb, stride_gs, stride_gh, stride_gd,
+    stride_dqb, stride_dqs, stride_dqh,
+    stride_dkp, stride_dkb, stride_dks, stride_dkh, stride_dkd,
+    stride_dvp, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
+    stride_mb, stride_mh, stride_mq, stride_mk,
+    META: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FUSE_DQ: tl.constexpr, HEADS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Programs: batch * groups * splits * slots. The heads of a group are shared out over `splits` programs, each with a part
+    of its own in dk and dv (strides `p`), for the caller to sum."""
+    # Which tile: the first keys of a sequence first, under a causal mask most queries see them.
+    program = tl.program_id(0)
+    if HEADS_FIRST:
+        lane = program % (tl.num_programs(0) // slots)
+        slot = program // (tl.num_programs(0) // slots)
+    else:
+        slot = program % slots
+        lane = program // slots
+    split = lane % splits
+    group = (lane // splits) % groups
+    batch = lane // splits // groups
+    HALVES: tl.constexpr = 2 if META.zigzag else 1
+    if META.packed:
+        sequence = find_piece(slot, starts_k, sequences, 1, 1, BLOCK_N)
+        is_sequence = sequence < sequences
+        k_start = tl.load(starts_k + sequence)
+        this = tl.minimum(sequence, sequences - 1)
+        room = tl.where(is_sequence, tl.load(starts_k + this + 1), k_tokens) - k_start
+        k_len = tl.where(is_sequence, tl.load(cu_k + this + 1) - tl.load(cu_k + this), 0)
+        first_key = (slot - k_start // BLOCK_N - sequence) * BLOCK_N
+    else:
+        sequence = 0
+        this = 0
+        k_start = 0
+        room = k_tokens
+        k_len = k_tokens
+        first_key = slot * BLOCK_N
+    if first_key >= room:
+        return
+
+    # Keys and values stay.
+    k += tl.cast(batch, tl.int64) * stride_kb + tl.cast(k_start, tl.int64) * stride_ks + group * stride_kh
+    v += tl.cast(batch, tl.int64) * stride_vb + tl.cast(k_start, tl.int64) * stride_vs + group * stride_vh
+    k0 = load_rows(
+        k, None, 0, 0, 0, first_key, k_len, stride_ks, stride_kd, BLOCK_N, 0, META.d0, META.dim, True, False, META.wide
+    )
+    k1 = k0
+    if META.d1 > 0:
+        k1 = load_rows(
+            k, None, 0, 0, 0, first_key, k_len, stride_ks, stride_kd,
+            BLOCK_N, META.d0, META.d1, META.dim, True, False, META.wide,
+        )  # fmt: skip
+    values = load_rows(
+        v,
+        None,
+        0,
+        0,
+        0,
+        first_key,
+        k_len,
+        stride_vs,
+        stride_vd,
+        BLOCK_N,
+        0,
+        META.dv,
+        META.v_dim,
+        True,
+        False,
+        META.wide,
+    )
+    keys = first_key + tl.arange(0, BLOCK_N)
+    D0: tl.constexpr = META.d0
+    D1: tl.constexpr = max(META.d1, 1)
+    DV: tl.constexpr = META.dv
+    dk0 = tl.zeros((BLOCK_N, D0), tl.float32)
+    dk1 = tl.zeros((BLOCK_N, D1), tl.float32)
+    dvalues = tl.zeros((BLOCK_N, DV), tl.float32)
+
+    heads_each = heads // groups // splits
+    # Padding has no queries.
+    for index in range(tl.where(first_key < k_len, heads_each * HALVES, 0)):
+        head = group * (heads // groups) + split * heads_each + index // HALVES
+        q_start, q_len, _room, natural, _k_start, _k_len, position = query_piece(
+            this * HALVES + index % HALVES,
+            cu_q,
+            starts_q,
+            cu_k,
+            starts_k,
+            q_tokens,
+            k_tokens,
+            sequences,
+            cp_rank,
+            cp_size,
+            META,
+        )
+        line = (tl.cast(batch, tl.int64) * heads + head) * q_tokens + q_start
+        q_here = q + tl.cast(batch, tl.int64) * stride_qb + tl.cast(q_start, tl.int64) * stride_qs + head * stride_qh
+        g_here = dout + tl.cast(batch, tl.int64) * stride_gb + tl.cast(q_start, tl.int64) * stride_gs + head * stride_gh
+        dq_here = dq
+        if FUSE_DQ:
+            dq_here = (
+                dq + tl.cast(batch, tl.int64) * stride_dqb + tl.cast(q_start, tl.int64) * stride_dqs + head * stride_dqh
+            )
+        masked_here = masked
+        if META.masked:
+            masked_here = masked + batch * stride_mb + head * stride_mh + tl.cast(q_start, tl.int64) * stride_mq
+            masked_here = masked_here + keys.to(tl.int64)[:, None] * stride_mk
+        column_words = keys
+        query_word = 0
+        if META.dropout:
+            query_word, key_word = dropout_words(seed, batch, first_head + head)
+            column_words = key_words(token_places(k_places, k_start, k_start, keys, k_len), key_word)
+        low, full_low, full_high, high = query_range(
+            first_key, first_key + BLOCK_N, position, q_len, k_len, left, right, META, BLOCK_M
+        )
+        if META.has_right or META.masked:
+            for first in range(low, full_low, BLOCK_M):
+                dk0, dk1, dvalues = _dkdv_block(
+                    dk0, dk1, dvalues, k0, k1, values, q_here, q_desc, q_desc1, g_here, dout_desc, dq_here, lse2 + line,
+                    delta + line, masked_here, q_places, column_words, query_word, threshold, keep_scale, natural,
+                    batch, head, q_start, q_len, k_len, position, first, keys, left, right, scale, softcap,
+                    stride_qs, stride_qd, stride_gs, stride_gd, stride_dqs, stride_mq, META, BLOCK_M, BLOCK_N, FUSE_DQ, True,
+                )  # fmt: skip
+        if not META.masked:
+            for first in range(full_low, full_high, BLOCK_M):
+                dk0, dk1, dvalues = _dkdv_block(
+                    dk0, dk1, dvalues, k0, k1, values, q_here, q_desc, q_desc1, g_here, dout_desc, dq_here, lse2 + line,
+                    delta + line, masked_here, q_places, column_words, query_word, threshold, keep_scale, natural,
+                    batch, head, q_start, q_len, k_len, position, first, keys, left, right, scale, softcap,
+                    stride_qs, stride_qd, stride_gs, stride_gd, stride_dqs, stride_mq, META, BLOCK_M, BLOCK_N, FUSE_DQ, False,
+                )  # fmt: skip
+        for first in range(full_high, high, BLOCK_M):
+            dk0, dk1, dvalues = _dkdv_block(
+                dk0, dk1, dvalues, k0, k1, values, q_here, q_desc, q_desc1, g_here, dout_desc, dq_here, lse2 + line,
+                delta + line, masked_here, q_places, column_words, query_word, threshold, keep_scale, natural,
+                batch, head, q_start, q_len, k_len, position, first, keys, left, right, scale, softcap,
+                stride_qs, stride_qd, stride_gs, stride_gd, stride_dqs, stride_mq, META, BLOCK_M, BLOCK_N, FUSE_DQ, True,
+            )  # fmt: skip
+
+    # Rows past k_len hold what masked blocks left there: zero.
+    dk += split * stride_dkp + tl.cast(batch, tl.int64) * stride_dkb + tl.cast(k_start, tl.int64) * stride_dks
+    dk += group * stride_dkh
+    store_rows(dk, dk0 * grad_scale, first_key, room, stride_dks, stride_dkd, BLOCK_N, 0, META.d0, META.dim, META.wide)
+    if META.d1 > 0:
+        store_rows(
+            dk,
+            dk1 * grad_scale,
+            first_key,
+            room,
+            stride_dks,
+            stride_dkd,
+            BLOCK_N,
+            META.d0,
+            META.d1,
+            META.dim,
+            META.wide,
+        )
+    dv += split * stride_dvp + tl.cast(batch, tl.int64) * stride_dvb + tl.cast(k_start, tl.int64) * stride_dvs
+    dv += group * stride_dvh
+    store_rows(
+        dv, dvalues * keep_scale, first_key, room, stride_dvs, stride_dvd, BLOCK_N, 0, META.dv, META.v_dim, META.wide
+    )
+
+
+@triton.jit
+def _dq_block(
+    dq0, dq1, q0, q1, g, row_lse, row_delta, k, k_desc, k_desc1, v, v_desc,
+    masked, k_places, row_words, word, threshold, keep_scale,
+    batch, group, k_start, k_len, q_len, first_key, queries, left, right, scale, softcap,
+    stride_ks, stride_kd, stride_vs, stride_vd, stride_mk,
+    META: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One block of keys: the new (dq0, dq1)."""
+    TMA: tl.constexpr = META.tma and not (MASKED and META.packed)
+    keys = first_key + tl.arange(0, BLOCK_N)
+    k0 = load_rows(
+        k, k_desc, batch, group, k_start, first_key, k_len, stride_ks, stride_kd,
+        BLOCK_N, 0, META.d0, META.dim, MASKED, TMA, META.wide,
+    )  # fmt: skip
+    if META.both_ways:
+        k0_t = load_columns(k, first_key, k_len, stride_ks, stride_kd, BLOCK_N, 0, META.d0, META.dim, MASKED, META.wide)
+        scores = tl.dot(q0, k0_t)
+    else:
+        scores = tl.dot(q0, tl.trans(k0))
+    if META.d1 > 0:
+        k1 = load_rows(
+            k, k_desc1, batch, group, k_start, first_key, k_len, stride_ks, stride_kd,
+            BLOCK_N, META.d0, META.d1, META.dim, MASKED, TMA, META.wide,
+        )  # fmt: skip
+        if META.both_ways:
+            k1_t = load_columns(
+                k, first_key, k_len, stride_ks, stride_kd, BLOCK_N, META.d0, META.d1, META.dim, MASKED, META.wide
+            )
+            scores = tl.dot(q1, k1_t, scores)
+        else:
+            scores = tl.dot(q1, tl.trans(k1), scores)
+    if META.both_ways:
+        values_t = load_columns(
+            v, first_key, k_len, stride_vs, stride_vd, BLOCK_N, 0, META.dv, META.v_dim, MASKED, META.wide
+        )
+        dp = tl.dot(g, values_t)
+    else:
+        values = load_rows(
+            v, v_desc, batch, group, k_start, first_key, k_len, stride_vs, stride_vd,
+            BLOCK_N, 0, META.dv, META.v_dim, MASKED, TMA, META.wide,
+        )  # fmt: skip
+        dp = tl.dot(g, tl.trans(values))
+    ok = True
+    if MASKED:
+        ok = seen(queries[:, None], keys[None, :], q_len, k_len, left, right, META)
+        if META.masked:
+            hidden = tl.load(masked + keys.to(tl.int64)[None, :] * stride_mk, mask=ok, other=1)
+            ok = ok & (hidden == 0)
+    kept = True
+    if META.dropout:
+        places = token_places(k_places, k_start, k_start, keys, k_len)
+        kept = kept_scores(row_words[:, None], key_words(places, word)[None, :], threshold)
+    _p, ds = _score_gradients(
+        scores, dp, row_lse[:, None], row_delta[:, None], ok, kept, keep_scale, scale, softcap, META, MASKED
+    )
+    ds = ds.to(k0.dtype)
+    dq0 = tl.dot(ds, k0, dq0)
+    if META.d1 > 0:
+        dq1 = tl.dot(ds, k1, dq1)
+    return dq0, dq1
+
+
+@triton.jit
+def attention_dq_kernel(
+    q, k, v, k_desc, k_desc1, v_desc, dout, dq, lse2, delta, masked, seed, q_places, k_places, cu_q, starts_q, cu_k, starts_k,
+    heads, groups, q_tokens, k_tokens, sequences, slots, cp_rank, cp_size,
+    left, right, scale, grad_scale, softcap, first_head, threshold, keep_scale,
+    stride_qb, stride_qs, stride_qh, stride_qd,
+    stride_kb, stride_ks, stride_kh, stride_kd,
+    stride_vb, stride_vs, stride_vh, stride_vd,
+    stride_gb, stride_gs, stride_gh, stride_gd,
+    stride_dqb, stride_dqs, stride_dqh, stride_dqd,
+    stride_mb, stride_mh, stride_mq, stride_mk,
+    META: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Programs: batch * heads * slots."""
+    program = tl.program_id(0)
+    if HEADS_FIRST:
+        head_batch = program % (tl.num_programs(0) // slots)
+        slot = slots - 1 - program // (tl.num_programs(0) // slots)
+    else:
+        slot = slots - 1 - program % slots
+        head_batch = program // slots
+    head = head_batch % heads
+    batch = head_batch // heads
+    group = head // (heads // groups)
+    HALVES: tl.constexpr = 2 if META.zigzag else 1
+    if META.packed:
+        piece = find_piece(slot, starts_q, sequences, cp_size, HALVES, BLOCK_M)
+    else:
+        piece = slot // (slots // HALVES)
+    q_start, q_len, room, natural, k_start, k_len, position = query_piece(
+        piece, cu_q, starts_q, cu_k, starts_k, q_tokens, k_tokens, sequences, cp_rank, cp_size, META
+    )
+    if META.packed:
+        first = (slot - q_start // BLOCK_M - piece) * BLOCK_M
+    else:
+        first = (slot % (slots // HALVES)) * BLOCK_M
+    if first >= room:
+        return
+    last = tl.minimum(first + BLOCK_M, q_len)
+
+    # Queries and the gradients of their outputs stay.
+    q += tl.cast(batch, tl.int64) * stride_qb + tl.cast(q_start, tl.int64) * stride_qs + head * stride_qh
+    dout += tl.cast(batch, tl.int64) * stride_gb + tl.cast(q_start, tl.int64) * stride_gs + head * stride_gh
+    k += tl.cast(batch, tl.int64) * stride_kb + tl.cast(k_start, tl.int64) * stride_ks + group * stride_kh
+    v += tl.cast(batch, tl.int64) * stride_vb + tl.cast(k_start, tl.int64) * stride_vs + group * stride_vh
+    rows = first + tl.arange(0, BLOCK_M)
+    q0 = load_rows(
+        q, None, 0, 0, 0, first, q_len, stride_qs, stride_qd, BLOCK_M, 0, META.d0, META.dim, True, False, META.wide
+    )
+    q1 = q0
+    if META.d1 > 0:
+        q1 = load_rows(
+            q, None, 0, 0, 0, first, q_len, stride_qs, stride_qd,
+            BLOCK_M, META.d0, META.d1, META.dim, True, False, META.wide,
+        )  # fmt: skip
+    g = load_rows(
+        dout, None, 0, 0, 0, first, q_len, stride_gs, stride_gd, BLOCK_M, 0, META.dv, META.v_dim, True, False, META.wide
+    )
+    line = tl.cast(head_batch, tl.int64) * q_tokens + q_start
+    row_lse = tl.load(lse2 + line + rows, mask=rows < q_len, other=float("inf"))
+    row_delta = tl.load(delta + line + rows, mask=rows < q_len, other=0.0)
+    queries = position + rows
+    if META.masked:
+        masked += batch * stride_mb + head * stride_mh
+        masked = masked + (q_start + tl.minimum(rows, q_len - 1)).to(tl.int64)[:, None] * stride_mq
+    row_words = rows
+    word = 0
+    if META.dropout:
+        query_word, word = dropout_words(seed, batch, first_head + head)
+        row_words = query_words(token_places(q_places, q_start, natural, rows, q_len), query_word)
+
+    D0: tl.constexpr = META.d0
+    D1: tl.constexpr = max(META.d1, 1)
+    dq0 = tl.zeros((BLOCK_M, D0), tl.float32)
+    dq1 = tl.zeros((BLOCK_M, D1), tl.float32)
+    low, full_low, full_high, high = key_range(first, last, position, k_len, left, right, META, BLOCK_N)
+    high = tl.where(last > first, high, low)  # nothing but padding
+    full_low = tl.minimum(full_low, high)
+    full_high = tl.minimum(full_high, high)
+    if META.has_left or META.masked:
+        for first_key in range(low, full_low, BLOCK_N):
+            dq0, dq1 = _dq_block(
+                dq0, dq1, q0, q1, g, row_lse, row_delta, k, k_desc, k_desc1, v, v_desc,
+    masked, k_places, row_words, word, threshold, keep_scale,
+                batch, group, k_start, k_len, q_len, first_key, queries, left, right, scale, softcap,
+                stride_ks, stride_kd, stride_vs, stride_vd, stride_mk, META, BLOCK_N, True,
+            )  # fmt: skip
+    if not META.masked:
+        for first_key in range(full_low, full_high, BLOCK_N):
+            dq0, dq1 = _dq_block(
+                dq0, dq1, q0, q1, g, row_lse, row_delta, k, k_desc, k_desc1, v, v_desc,
+    masked, k_places, row_words, word, threshold, keep_scale,
+                batch, group, k_start, k_len, q_len, first_key, queries, left, right, scale, softcap,
+                stride_ks, stride_kd, stride_vs, stride_vd, stride_mk, META, BLOCK_N, False,
+            )  # fmt: skip
+    for first_key in range(full_high, high, BLOCK_N):
+        dq0, dq1 = _dq_block(
+            dq0, dq1, q0, q1, g, row_lse, row_delta, k, k_desc, k_desc1, v, v_desc,
+    masked, k_places, row_words, word, threshold, keep_scale,
+            batch, group, k_start, k_len, q_len, first_key, queries, left, right, scale, softcap,
+            stride_ks, stride_kd, stride_vs, stride_vd, stride_mk, META, BLOCK_N, True,
+        )  # fmt: skip
+
+    dq += tl.cast(batch, tl.int64) * stride_dqb + tl.cast(q_start, tl.int64) * stride_dqs + head * stride_dqh
+    store_rows(dq, dq0 * grad_scale, first, room, stride_dqs, stride_dqd, BLOCK_M, 0, META.d0, META.dim, META.wide)
+    if META.d1 > 0:
+        store_rows(
+            dq, dq1 * grad_scale, first, room, stride_dqs, stride_dqd, BLOCK_M, META.d0, META.d1, META.dim, META.wide
+        )
