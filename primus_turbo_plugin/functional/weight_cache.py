@@ -7,10 +7,15 @@ made:
     storage and strides   change with `weight.data = ...` or a move to another device; the old storage is kept meanwhile, so that
                           no other takes its address
     weight._version       with load_state_dict, copy_, optimizers that update parameters in place
-    generation            when the training loop announces a new step: `begin_step()`
+    generation            when a schedule announces that it begins: `begin_step()`
     optimizer steps       when any torch optimizer steps in this process
 
-and a layer passes its cache only where one of the last two is known to report every change. Elsewhere it quantises afresh.
+and a layer passes its cache only where one of the last two is known to report every change (`covers`), else it quantises afresh.
+
+What is not noticed: a write through `.data` between two forwards of one schedule; and, in a layer that no schedule announces to
+(outside `decoder.layers`, without fp8 or fp4), one between two training forwards under DDP without an optimizer step. torch gives
+no sign of such a write short of reading the weight again, which costs as much as the cast it would save. `begin_step()` or
+`clear()` after it is the remedy.
 """
 
 from __future__ import annotations
@@ -71,12 +76,12 @@ class WeightCache:
         clock: Counts optimizer steps; None takes the process's.
 
     Attributes:
-        announced: Whether a training loop has ever announced a step here.
+        clock: The clock.
     """
 
     def __init__(self, clock: OptimizerClock | None = None) -> None:
         self.clock = optimizer_clock() if clock is None else clock
-        self.announced = False
+        self._announced_in_training: bool | None = None
         self._generation = 0
         self._state: _State | None = None
         self._copies: Copies = (None, None)
@@ -84,10 +89,34 @@ class WeightCache:
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightCache, ()  # a copied or unpickled module has a weight of its own
 
-    def begin_step(self) -> None:
-        """The weight may have changed since the last forward."""
-        self.announced = True
+    def begin_step(self, *, training: bool = True) -> None:
+        """A schedule begins: the weight may have changed since the last forward.
+
+        Args:
+            training: Whether it trains, or evaluates.
+        """
+        self._announced_in_training = training
         self._generation += 1
+
+    @property
+    def announced(self) -> bool:
+        """Whether a schedule has ever announced itself here."""
+        return self._announced_in_training is not None
+
+    def covers(self, *, training: bool, under_ddp: bool) -> bool:
+        """Whether every change of the weight before a forward like this one is known to reach this cache.
+
+        A schedule that announced itself covers its own forwards. What runs in the other mode was begun by somebody else, who may
+        have swapped weights in through `.data` (averages, for an evaluation). Where no schedule ever announces itself, the
+        optimizer clock stands in: under DDP and in training, weights change when an optimizer steps.
+        """
+        if self.announced:
+            return self._announced_in_training == training
+        return training and under_ddp and self.clock.steps > 0
+
+    def tensors(self) -> list[Tensor]:
+        """Codes and scales of the copies that are kept now."""
+        return [t for copy in self._copies if copy is not None for t in (copy.data, copy.block_scale)]
 
     def clear(self) -> None:
         """Frees the copies."""

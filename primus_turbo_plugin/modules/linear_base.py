@@ -146,17 +146,12 @@ class TurboLinearMixin:
         return precision.fprop_w.is_quantized or precision.dgrad_w.is_quantized
 
     def _cache_of(self, weight: Any) -> WeightCache | None:
-        """The weight's cache, where every change of the weight is known to reach it.
-
-        That is so once Megatron's schedules have announced a step to this module. They do not unless `config.fp8`, `fp4` or a
-        quantisation recipe is set; then the optimizer clock stands in: under DDP (which gives the weight its main_grad) and in
-        training, weights change when an optimizer steps. Evaluation may swap weights (averages) without a step.
-        """
+        """The weight's cache, where every change of the weight is known to reach it."""
         cache = self._weight_cache
         if cache is None:
             return None
-        under_ddp = getattr(weight, "main_grad", None) is not None
-        if cache.announced or (self.training and under_ddp and cache.clock.steps > 0):
+        under_ddp = getattr(weight, "main_grad", None) is not None  # which DDP gives it
+        if cache.covers(training=self.training, under_ddp=under_ddp):
             return cache
         cache.clear()
         return None
@@ -223,10 +218,11 @@ class TurboLinearMixin:
 
     @property
     def is_first_microbatch(self) -> bool:
-        """Megatron's schedules set this at a step's first microbatch, where `config.fp8`, `fp4` or a quantisation recipe is set.
+        """Whether a step's first microbatch is still to come.
 
-        Setting it makes the weight's quantised copies stale. They are also dropped when an optimizer steps or the weight changes
-        in a way torch records; see `functional/weight_cache.py`.
+        Megatron's schedules set this where `config.fp8`, `fp4` or a quantisation recipe is set; `TurboTransformerLayer` does
+        wherever a schedule begins. Setting it makes the weight's quantised copies stale. They are also dropped when an optimizer
+        steps or the weight changes in a way torch records; see `functional/weight_cache.py`.
         """
         return self._first_microbatch
 
@@ -234,4 +230,4 @@ class TurboLinearMixin:
     def is_first_microbatch(self, value: bool) -> None:
         self._first_microbatch = value
         if value and self._weight_cache is not None:
-            self._weight_cache.begin_step()
+            self._weight_cache.begin_step(training=self.training)

@@ -16,6 +16,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from primus_turbo_plugin.specs.schedule_begins import AnnouncesSchedules
+
 #: Module of a norm that stands alone -> start of its keys where it is part of the linear behind it.
 FUSED_NAMES = {
     "input_layernorm": "self_attention.linear_qkv.layer_norm_",
@@ -120,8 +122,8 @@ def _is_checkpoint(folder: Path) -> bool:
     return (folder / "metadata.json").is_file() and (folder / ".metadata").is_file()
 
 
-class TurboTransformerLayer(TransformerLayer):
-    """Megatron's layer, reading checkpoints of either of Megatron's specs.
+class TurboTransformerLayer(AnnouncesSchedules, TransformerLayer):
+    """Megatron's layer, reading checkpoints of either of Megatron's specs; its linears learn when a schedule begins.
 
     Until a state dict has been loaded, `sharded_state_dict` uses the keys of `checkpoint`; from then on (and without one)
     those of Transformer Engine. Plain state dicts with the other spec's norm names load too.
