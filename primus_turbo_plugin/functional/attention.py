@@ -1,19 +1,16 @@
-"""Attention as a differentiable function over plain tensors, on one rank or over a context-parallel group.
+"""Attention as a differentiable function over plain tensors, on one rank or over the ranks that share a sequence.
 
 fprop   out = softmax(scale * q @ k.T + bias, with sinks) @ v; formulas, backward included: kernels/reference/attention.py
-Saved   q, k, v as they came (strided views stay views), out and lse (fp32 [batch, heads, queries]), bias and sinks, and
-        what dropout keeps. No probabilities
-Context parallelism
-        each rank holds chunks r and 2 * size - 1 - r of every sequence and gathers the others' keys and values. The
-        backward gathers again rather than keep `size` times the memory, and reduce-scatters dk and dv in fp32, so that
-        they are rounded once, after the sum. Collectives: one all-gather; one all-gather and one reduce-scatter
+Saved   q, k, v as they came (strided views stay views), out and lse (fp32 [batch, heads, queries]), bias, sinks and the
+        seed of the dropout. No probabilities
+Context parallelism: context_parallel/
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,17 +18,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from primus_turbo_plugin.communication.collectives import Group, all_gather, group_size, reduce_scatter
 from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.functional.autocast import compute_dtype, no_autocast
+from primus_turbo_plugin.functional.context_parallel import ContextParallel, shared_attention
 from primus_turbo_plugin.kernels.attention import (
     AttentionMask,
     AttentionOptions,
     AttentionRequest,
     Dropout,
-    ZigZag,
 )
-from primus_turbo_plugin.kernels.attention_spans import natural_order
 from primus_turbo_plugin.kernels.registry import default_registry
 
 Layout = Literal["sbhd", "bshd", "thd"]
@@ -50,7 +45,7 @@ def attention(
     softcap: float = 0.0,
     dropout: Dropout | None = None,
     deterministic: bool = False,
-    context_group: Group | None = None,
+    context: ContextParallel | None = None,
     kernels: Sequence[str] | None = None,
 ) -> Tensor:
     """softmax(scale * q @ k.T + bias) @ v, with grouped keys, any mask, packed sequences, sinks and dropout.
@@ -63,15 +58,15 @@ def attention(
         k: Likewise, with `groups` heads, a divisor of q's.
         v: Likewise, with `groups` heads and any dim.
         layout: "thd" exactly when `mask.packing` is given.
-        mask: Which query sees which key; None for all. Under a context group `zigzag` is filled in here.
+        mask: Which query sees which key; None for all.
         scale: On the scores; None for 1 / sqrt(dim).
         bias: [batch | 1, heads | 1, queries | 1, keys | 1], added to the scaled scores.
         sinks: [heads], a logit in each row's softmax that carries no value.
         softcap: scores become softcap * tanh(scores / softcap); 0 is off.
-        dropout: Of the probabilities, as what is kept.
+        dropout: Of the probabilities.
         deterministic: Only kernels that give the same bits every run will do.
-        context_group: Ranks that share the sequences, each holding chunks r and 2 * size - 1 - r of every one. A mask
-            tensor or bias then has this rank's queries and all keys, in the sequences' own order.
+        context: Ranks that share the sequences, each holding chunks r and 2 * size - 1 - r of every one, and how they attend. A
+            mask tensor or bias then has this rank's queries and all keys, in the sequences' own order.
         kernels: Backends that may serve it, first choice first; None for the registry's order.
 
     Returns:
@@ -83,15 +78,18 @@ def attention(
     """
     q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
     mask = mask or AttentionMask()
-    if context_group is not None and context_group.size() > 1:
-        mask = replace(mask, zigzag=ZigZag(rank=context_group.rank(), size=context_group.size()))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     options = AttentionOptions(scale=scale, mask=mask, softcap=softcap, dropout=dropout, deterministic=deterministic)
-    _check(q, k, v, layout, options, bias, sinks, group_size(context_group))
+    _check(q, k, v, layout, options, bias, sinks, 1 if context is None else context.size)
+    if context is not None and context.size > 1:
+        with no_autocast(q):
+            return shared_attention(
+                q, k, v, bias, sinks, layout=layout, options=options, context=context, kernels=kernels
+            )
     q_view, k_view, v_view = (_batch_first(x, layout) for x in (q, k, v))
     request = AttentionRequest.of(q_view, k_view, v_view, options, bias=bias, sinks=sinks)
     backend = default_registry().select("attention", request, kernels)
-    call = _Call(layout, options, context_group, backend.kernels)
+    call = _Call(layout, options, backend.kernels)
     with no_autocast(q):
         out: Tensor = _Attention.apply(q, k, v, bias, sinks, call)
     return out
@@ -103,12 +101,7 @@ class _Call:
 
     layout: Layout
     options: AttentionOptions
-    group: Group | None
     kernels: Any
-
-    @property
-    def gathers(self) -> bool:
-        return self.options.mask.zigzag is not None
 
 
 class _Attention(Function):
@@ -119,11 +112,10 @@ class _Attention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, call: _Call
     ) -> Tensor:
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        keys, values = _whole(k, v, call)
         _, lse = call.kernels.attention_fwd(
             _batch_first(q, call.layout),
-            keys,
-            values,
+            _batch_first(k, call.layout),
+            _batch_first(v, call.layout),
             call.options,
             bias=bias,
             sinks=sinks,
@@ -139,51 +131,21 @@ class _Attention(Function):
         q, k, v, out, lse, bias, sinks = ctx.saved_tensors
         call: _Call = ctx.call
         with no_autocast(dout):
-            keys, values = _whole(k, v, call)
             dq, dk, dv, dbias, dsinks = call.kernels.attention_bwd(
                 _batch_first(dout, call.layout),
                 _batch_first(q, call.layout),
-                keys,
-                values,
+                _batch_first(k, call.layout),
+                _batch_first(v, call.layout),
                 _batch_first(out, call.layout),
                 lse,
                 call.options,
                 bias=bias,
                 sinks=sinks,
-                kv_grad_dtype=lse.dtype if call.gathers else None,
             )
-            dk, dv = _shares(dk, dv, k, v, call)
         dbias = dbias if bias is None else dbias.to(bias.dtype)
         dsinks = dsinks if sinks is None else dsinks.to(sinks.dtype)
-        return _as_laid_out(dq, call.layout), dk, dv, dbias, dsinks, None
-
-
-def _whole(k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    """All keys and values, [batch, keys, groups, dim], gathered from the group into the sequences' own order."""
-    if not call.gathers:
-        return _batch_first(k, call.layout), _batch_first(v, call.layout)
-    both = torch.cat((_seq_first(k, call.layout), _seq_first(v, call.layout)), -1)  # [keys, batch, groups, dim + v_dim]
-    gathered = all_gather(both, call.group).wait()
-    ordered = gathered[_order(both.shape[0], call).to(gathered.device)].transpose(0, 1)
-    keys, values = ordered.split((k.shape[-1], v.shape[-1]), -1)
-    return keys, values
-
-
-def _shares(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    """This rank's dk and dv in k's layout: the sum over the group of what each rank found for its queries."""
-    if not call.gathers:
-        return _as_laid_out(dk, call.layout), _as_laid_out(dv, call.layout)
-    ordered = torch.cat((dk, dv), -1).transpose(0, 1)  # [keys, batch, groups, dim + v_dim], fp32
-    tokens = _seq_first(k, call.layout).shape[0]
-    gathered = ordered.new_zeros(tokens * group_size(call.group), *ordered.shape[1:])
-    gathered[_order(tokens, call).to(gathered.device)] = ordered
-    share = reduce_scatter(gathered, call.group).wait().to(k.dtype)
-    dk, dv = share.transpose(0, 1).split((k.shape[-1], v.shape[-1]), -1)
-    return _as_laid_out(dk, call.layout), _as_laid_out(dv, call.layout)
-
-
-def _order(tokens_per_rank: int, call: _Call) -> Tensor:
-    return natural_order(call.options.mask.packing, tokens_per_rank, group_size(call.group))
+        dq, dk, dv = (_as_laid_out(grad, call.layout) for grad in (dq, dk, dv))
+        return dq, dk, dv, dbias, dsinks, None
 
 
 def _batch_first(x: Tensor, layout: Layout) -> Tensor:
@@ -198,11 +160,6 @@ def _as_laid_out(x: Tensor, layout: Layout) -> Tensor:
     if layout == "thd":
         return x.squeeze(0)
     return x.transpose(0, 1) if layout == "sbhd" else x
-
-
-def _seq_first(x: Tensor, layout: Layout) -> Tensor:
-    """A `[seq, batch, heads, dim]` view."""
-    return _batch_first(x, layout).transpose(0, 1)
 
 
 def _check(
@@ -234,10 +191,18 @@ def _check(
             )
     if mask.masked is not None and mask.masked.dtype != torch.bool:
         raise ShapeError(f"attention: the mask must be bool, True where a key is not seen, got {mask.masked.dtype}.")
-    if dropout is not None and list(dropout.keep.shape) != scores:
+    if dropout is not None:
+        _check_dropout(dropout, q)
+
+
+def _check_dropout(dropout: Dropout, q: Tensor) -> None:
+    seed = dropout.seed
+    if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device:
         raise ShapeError(
-            f"attention: dropout.keep must be [batch, heads, queries, keys] = {scores}, got {list(dropout.keep.shape)}."
+            f"attention: dropout.seed must be one int64 on {q.device}, got {seed.dtype} {list(seed.shape)} on {seed.device}."
         )
+    if not 0.0 <= dropout.probability <= 1.0:
+        raise ShapeError(f"attention: dropout.probability must be in 0 ... 1, got {dropout.probability}.")
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, packed: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from megatron.core.utils import get_pg_size
 from torch import Tensor
 
-from primus_turbo_plugin.communication.collectives import Group
 from primus_turbo_plugin.errors import ConfigError, ShapeError, UnsupportedError
 from primus_turbo_plugin.functional.attention import attention
-from primus_turbo_plugin.kernels.attention import AttentionMask, Dropout, Packing, ZigZag
-from primus_turbo_plugin.kernels.attention_spans import query_positions
-from primus_turbo_plugin.modules.attention_settings import CAUSAL, PADDING, check_cp_comm_type, read_settings
+from primus_turbo_plugin.functional.context_parallel import ContextParallel
+from primus_turbo_plugin.kernels.attention import AttentionMask, Dropout, Packing
+from primus_turbo_plugin.modules.attention_settings import CAUSAL, PADDING, read_settings
+from primus_turbo_plugin.modules.context_parallel import context_parallel, for_batch
 from primus_turbo_plugin.modules.megatron_contract import check_keywords
 from primus_turbo_plugin.precision.module_plan import ModulePlan
 
@@ -40,12 +39,11 @@ class TurboDotProductAttention(MegatronModule):
         - A row that sees no key gives 0 here; in the local module the mean of all values, masked ones too.
         - Packed (`thd`) tokens outside every sequence give 0.
 
-    Dropout draws the positions to keep as the local module does, with the same call, from the same generator (the
-    tensor-parallel tracker's unless sequence parallel), so that the two can be compared and activation recompute
-    replays it. Under context parallelism every rank draws for the whole sequence and uses its rows: the same results as
-    without. This takes a byte a score.
+    Dropout is drawn by a counter (kernels/attention_dropout.py) under a seed that each call takes from the tensor-parallel
+    tracker's generator: activation recompute and CUDA graphs replay it, ranks of a context-parallel group agree on it, and no
+    mask is stored. The positions are not those that Megatron's local module would drop.
 
-    Context parallelism gathers keys and values (see functional/attention.py), in Megatron's zig-zag order.
+    Context parallelism: `cp_comm_type` as Megatron has it, in Megatron's zig-zag order (functional/context_parallel/).
 
     Args:
         config: Megatron's configuration.
@@ -57,7 +55,7 @@ class TurboDotProductAttention(MegatronModule):
         k_channels: dim of q and k where it is not `config.kv_channels` (multi-head latent attention).
         v_channels: dim of v, likewise; the tensors decide.
         num_splits: Refused; a setting of another library's kernel.
-        cp_comm_type: How context parallelism moves keys and values: `all_gather`; `p2p` is served by it, with a warning.
+        cp_comm_type: How context parallelism moves keys and values: `p2p` (None), `all_gather`, `a2a` or `a2a+p2p`.
         pg_collection: Process groups; None for Megatron's global ones.
         plan: Which kernels may serve it.
         name: Megatron's name for the module, from 0.19.
@@ -94,13 +92,9 @@ class TurboDotProductAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.attention_type = attention_type
         _refuse_num_splits(num_splits, self.where)
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp", "hcp"])
         self.pg_collection = groups
         self.tp_group = groups.tp
-        self.cp_group: Group | None = None
-        if config.context_parallel_size > 1:  # a model part may switch it off while the group exists
-            check_cp_comm_type(cp_comm_type, self.where)
-            self.cp_group = groups.cp
         self.settings = read_settings(
             config,
             self.where,
@@ -111,6 +105,9 @@ class TurboDotProductAttention(MegatronModule):
             scale=softmax_scale,
             k_channels=k_channels,
         )
+        self.context: ContextParallel | None = None
+        if config.context_parallel_size > 1:  # a model part may switch it off while the group exists
+            self.context = context_parallel(cp_comm_type, groups, self.settings, self.where)
         self._make_softmax_offset()
 
     def forward(
@@ -155,10 +152,11 @@ class TurboDotProductAttention(MegatronModule):
                 )
         self._check_heads(query, key)
         mask_type = attn_mask_type or self.attn_mask_type
-        cp_group = self._context_group(packed_seq_params)
+        context = for_batch(self.context, packed_seq_params, self.where)
+        size = 1 if context is None else context.size
         packing, masked = self._packing(packed_seq_params), _four_dims(attention_mask)
         if packed_seq_params is not None and packing is None and mask_type in PADDING:
-            masked = _either(masked, _behind(packed_seq_params.cu_seqlens_kv, key.shape[0] * get_pg_size(cp_group)))
+            masked = _either(masked, _behind(packed_seq_params.cu_seqlens_kv, key.shape[0] * size))
         mask = AttentionMask(causal=mask_type in CAUSAL, window=self.settings.window, masked=masked, packing=packing)
         out = attention(
             query,
@@ -169,9 +167,9 @@ class TurboDotProductAttention(MegatronModule):
             scale=self.settings.scale,
             bias=_four_dims(attention_bias),
             sinks=None if self.softmax_offset is None else self.softmax_offset.to(query.device),
-            dropout=self._dropout(query, key, packing, cp_group),
+            dropout=self._dropout(query),
             deterministic=self.config.deterministic_mode,
-            context_group=cp_group,
+            context=context,
             kernels=self.plan.kernels.get("attention"),
         )
         return out.flatten(-2)
@@ -206,20 +204,6 @@ class TurboDotProductAttention(MegatronModule):
         # Each rank has its own heads: without the mark the gradient norm would count rank 0's only.
         set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
-    def _context_group(self, packed: PackedSeqParams | None) -> Group | None:
-        """The context-parallel group of this call: a batch may bring its own, or none (dynamic context parallelism)."""
-        if packed is None:
-            return self.cp_group
-        if packed.cp_group is not None:
-            return packed.cp_group
-        if packed.local_cp_size is not None:
-            if packed.local_cp_size != 1:
-                raise ConfigError(
-                    f"{self.where}: packed_seq_params.local_cp_size={packed.local_cp_size} needs a cp_group beside it."
-                )
-            return None
-        return self.cp_group
-
     def _packing(self, packed: PackedSeqParams | None) -> Packing | None:
         if packed is None or packed.qkv_format == "sbhd":
             return None
@@ -236,21 +220,14 @@ class TurboDotProductAttention(MegatronModule):
             max_seqlen_k=packed.max_seqlen_kv,
         )
 
-    def _dropout(self, query: Tensor, key: Tensor, packing: Packing | None, cp_group: Group | None) -> Dropout | None:
+    def _dropout(self, query: Tensor) -> Dropout | None:
+        """A new seed a call, from the tensor-parallel generator: ranks with other heads draw others."""
         probability = self.settings.dropout if self.training else 0.0
         if probability == 0.0:
             return None
-        size = get_pg_size(cp_group)
-        batch = 1 if packing is not None else query.shape[1]
-        shape = (batch, query.shape[-2], query.shape[0] * size, key.shape[0] * size)
-        own_stream = nullcontext() if self.config.sequence_parallel else get_cuda_rng_tracker().fork()
-        with own_stream:
-            ones = torch.ones(shape, dtype=query.dtype, device=query.device)
-            keep = torch.nn.functional.dropout(ones, probability, training=True, inplace=True) > 0
-        if cp_group is not None and size > 1:
-            rows = query_positions(packing, query.shape[0], ZigZag(rank=cp_group.rank(), size=size))
-            keep = keep[:, :, rows.to(keep.device)]
-        return Dropout(probability=probability, keep=keep)
+        with get_cuda_rng_tracker().fork():
+            seed = torch.randint(2**62, (1,), dtype=torch.int64, device=query.device)
+        return Dropout(probability=probability, seed=seed)
 
     def _check_heads(self, query: Tensor, key: Tensor) -> None:
         heads, groups = query.shape[-2], key.shape[-2]

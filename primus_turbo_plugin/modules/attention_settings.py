@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from primus_turbo_plugin.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 PADDING = (AttnMaskType.padding, AttnMaskType.padding_causal)
@@ -104,36 +101,6 @@ def read_settings(
         window=window,
         dropout=_probability(config.attention_dropout if dropout is None else dropout, where),
     )
-
-
-def check_cp_comm_type(cp_comm_type: str | None, where: str) -> None:
-    """Says how context parallelism moves keys and values: by all-gather, whichever of two ways was asked for.
-
-    `p2p` is what Megatron's command line says when nothing is asked for, and gives the same numbers, so it is taken,
-    with a warning in the log. An all-to-all is only ever asked for on purpose, and refused.
-
-    Raises:
-        ConfigError: A transport that does not exist here.
-    """
-    # TODO(#6): ring and all-to-all attention.
-    transport = "all_gather" if cp_comm_type is None else cp_comm_type.replace("_", "").lower()
-    if transport in ("a2a", "a2a+p2p"):
-        raise ConfigError(
-            f"{where}: cp_comm_type={cp_comm_type} can't be honoured: context parallelism gathers keys and values. "
-            "Set cp_comm_type to all_gather, or 'attention: transformer_engine'."
-        )
-    if transport not in ("all_gather", "allgather", "p2p"):
-        raise ConfigError(f"{where}: cp_comm_type must be all_gather, p2p, a2a or a2a+p2p, got {cp_comm_type!r}.")
-    if transport == "p2p" and not _said:
-        _said.append(where)
-        logger.warning(
-            "context parallelism: cp_comm_type=p2p is served by an all-gather of keys and values: the same results, not "
-            "overlapped with compute, and all keys of a layer in memory at a time. Set cp_comm_type to all_gather to "
-            "silence this."
-        )
-
-
-_said: list[str] = []  # one line a process, not one a layer
 
 
 def _window(config: TransformerConfig, where: str, mask_type: AttnMaskType) -> tuple[int, int]:

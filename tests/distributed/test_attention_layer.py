@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.test_attention_context_parallel import share
+from tests.distributed.context_parallel_cases import share
 from tests.functional.attention_oracle import relative_error
 from tests.support.distributed import RankInfo, ranks
 from tests.support.linear import start_megatron
