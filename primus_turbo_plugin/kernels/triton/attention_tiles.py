@@ -46,9 +46,9 @@ class Tiles(NamedTuple):
 
 _TILES: dict[str, tuple[Tiles, ...]] = {
     "sm90": (
-        Tiles(64, Tile(128, 128, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-        Tiles(128, Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-        Tiles(192, Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
+        Tiles(64, Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+        Tiles(128, Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+        Tiles(192, Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 1)),
         Tiles(256, Tile(128, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 4, 1)),
     ),
     "amd": (
