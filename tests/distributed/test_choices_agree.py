@@ -13,7 +13,7 @@ import torch.distributed as dist
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.functional.linear_kernels import LinearKernels
 from primus_turbo_plugin.kernels.registry import KernelRegistry, default_registry
-from primus_turbo_plugin.kernels.triton.gemm_config import default_config
+from primus_turbo_plugin.kernels.triton.gemm_defaults import default_config
 from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, OperandKey
 from primus_turbo_plugin.kernels.triton.gemm_tuning import TUNABLE
 from primus_turbo_plugin.kernels.tuning.codec import encode

@@ -1,13 +1,11 @@
-"""`GemmConfig`: how one product is computed. Candidates, the reasons that strike one out, and the shipped default of each GPU.
+"""`GemmConfig`: how one product is computed, and the reasons for which a configuration cannot serve a product.
 
-The choice is data. `default_config` is a pure function of a `GemmKey`; a tuner times `candidates(key)`. `refusal(key, config)`
-says why a configuration cannot serve a product, and an explicit one that cannot is an error, never replaced.
+The choice is data; `gemm_defaults.py` makes it. An explicit configuration that cannot serve a product is an error.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 from typing import Literal
 
 from primus_turbo_plugin.errors import ConfigError
@@ -82,9 +80,12 @@ class GemmConfig:
 
 _CHOICES = {"loads": ("pointers", "descriptors"), "units": ("half", "fp8", "mx"), "decode": ("tile", "scratch")}
 
-_SHARED_MEMORY_RESERVE = 1 << 10
-_ACCUMULATORS_PER_THREAD = 256
-"""fp32 accumulators that still leave registers for anything else: 512 a lane on CDNA with 4 waves, 255 a thread on NVIDIA."""
+_BARRIER_BYTES = 1 << 10
+"""Shared memory that NVIDIA's pipelines need beside their buffers, and what a program may not use."""
+_ACCUMULATORS = {"nvidia": 128, "amd": 256}
+"""fp32 accumulators a thread with which nothing spills: of 255 registers on NVIDIA, of 512 on CDNA."""
+_ACCUMULATORS_GFX1250 = 512
+"""Of 1024 registers."""
 
 
 def refusal(key: GemmKey, config: GemmConfig) -> str | None:
@@ -139,77 +140,35 @@ def _size_refusal(key: GemmKey, config: GemmConfig) -> str | None:
         return f"MX blocks of 32 need block_k of at least 32, got {config.block_k}"
     if config.units != "half" and config.block_k < 64:
         return f"8-bit and 4-bit units need block_k of at least 64, got {config.block_k}"
-    lanes = config.num_warps * key.capabilities.wave_size
-    if lanes and config.block_m * config.block_n > _ACCUMULATORS_PER_THREAD * lanes:
-        return f"{config.block_m * config.block_n // lanes} accumulators a thread"
+    per_thread = config.block_m * config.block_n // (config.num_warps * (key.capabilities.wave_size or 1))
+    most = _ACCUMULATORS_GFX1250 if key.arch == "gfx1250" else _ACCUMULATORS.get(key.capabilities.vendor, 128)
+    if config.units == "fp8" and key.capabilities.vendor == "nvidia":
+        most //= 2  # sums of the FP8 units beside the accumulators
+    if per_thread > most:
+        return f"{per_thread} accumulators a thread, at most {most} leave registers for the rest"
     steps = -(-key.contraction // config.block_k)
     if config.split_k > max(steps, 1):
         return f"{config.split_k} shares of {steps} steps"
     limit, needed = key.capabilities.lds_bytes, shared_memory_bytes(key, config)
-    if limit and needed > limit - _SHARED_MEMORY_RESERVE:
+    if limit and needed > limit:
         return f"{needed // 1024} KiB of shared memory, {key.arch} has {limit // 1024}"
     return None
 
 
 def shared_memory_bytes(key: GemmKey, config: GemmConfig) -> int:
-    """Estimate of a program's shared memory: the steps in flight, and where descriptors store it, the tile's part.
-
-    On NVIDIA `num_stages` buffers are filled; AMD's pipeliner keeps one step in registers.
-    """
+    """Estimate of a program's shared memory: the steps in flight, and where descriptors store it, the tile's part."""
 
     def row_bytes(kind: OperandKey) -> int:
         bits = kind.bits if config.units != "half" or (config.decode == "tile" and not kind.is_plain) else 16
         return config.block_k * bits // 8
 
     step = config.block_m * row_bytes(key.a) + config.block_n * row_bytes(key.b)
-    buffers = config.num_stages if key.capabilities.vendor == "nvidia" else max(config.num_stages - 1, 1)
-    stored = 0
-    if config.loads == "descriptors":
-        stored = config.block_m * config.block_n * (4 if key.out == "fp32" else 2) // config.epilogue_parts
-    return step * buffers + stored
-
-
-def considered(key: GemmKey) -> list[GemmConfig]:
-    """Everything a tuner should look at for a product, whether or not it can serve it."""
-    base = default_config(key)
-    tiles = [(256, 128), (128, 256), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64)]
+    if key.arch == "gfx942":  # copies pass through registers, which hold the last step
+        return step * max(config.num_stages - 1, 1)
     if key.capabilities.vendor == "amd":
-        tiles = [(256, 256), *tiles]
-    steps = {base.block_k, 64, 128}
-    found = [base]
-    for (block_m, block_n), block_k, num_warps, num_stages in product(tiles, sorted(steps), (4, 8), (2, 3, 4)):
-        found.append(
-            replace(base, block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
-        )
-    found += [replace(base, group_m=group_m) for group_m in (4, 16)]
-    found += [replace(base, persistent=not base.persistent)]
-    found += [replace(base, split_k=split_k, loads="pointers", persistent=False) for split_k in (2, 4, 8)]
-    return list(dict.fromkeys(found))
-
-
-def candidates(key: GemmKey) -> list[GemmConfig]:
-    """Configurations that can serve a product, the shipped default first; `struck_out` has the others."""
-    return [config for config in considered(key) if refusal(key, config) is None]
-
-
-def struck_out(key: GemmKey) -> list[tuple[GemmConfig, str]]:
-    """Configurations that were considered and cannot serve a product, each with the reason."""
-    reasons = ((config, refusal(key, config)) for config in considered(key))
-    return [(config, reason) for config, reason in reasons if reason is not None]
-
-
-_SMALL = 512
-_SMALL_TILE = {"block_m": 64, "block_n": 64, "num_warps": 4}
-
-
-def default_config(key: GemmKey) -> GemmConfig:
-    """The shipped configuration of a product: what was fastest where it could be measured, what compiles well elsewhere."""
-    plain = key.a.is_plain and key.b.is_plain
-    config = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3)
-    if not plain:
-        config = replace(config, block_n=128, block_k=128, num_stages=2)
-        if key.a.is_mx and key.b.is_mx and key.arch in ("gfx950", "gfx1250"):
-            config = replace(config, units="mx")
-    if min(key.rows, key.cols) < _SMALL:
-        config = replace(config, **_SMALL_TILE)
-    return config
+        return step * config.num_stages
+    part = 0
+    if config.loads == "descriptors":  # one to store, and one to add to
+        size = 4 if key.out == "fp32" else 2
+        part = config.block_m * config.block_n * size // config.epilogue_parts * (2 if key.accumulate else 1)
+    return step * config.num_stages + part + 2 * _BARRIER_BYTES

@@ -48,6 +48,31 @@ def _load_stored(
 
 
 @triton.jit
+def _store(
+    acc, base, n0, rows, N, stride_om, stride_on,
+    PARTS: tl.constexpr, ACCUMULATE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile in PARTS pieces of its columns: what is added to need not be in registers all at once."""
+    if PARTS == 1:
+        m, n = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
+        base += n0.to(tl.int64) * stride_on
+        if WIDE:
+            place = base + m.to(tl.int64) * stride_om + n.to(tl.int64) * stride_on
+        else:
+            place = base + m * stride_om + n * stride_on
+        mask = (m < rows) & (n < N - n0)
+        if ACCUMULATE:
+            acc += tl.load(place, mask=mask, other=0.0)
+        tl.store(place, acc.to(base.dtype.element_ty), mask=mask)
+    else:
+        height: tl.constexpr = acc.shape[0]
+        half: tl.constexpr = acc.shape[1] // 2
+        left, right = tl.split(tl.permute(tl.reshape(acc, (height, 2, half)), (0, 2, 1)))
+        _store(left, base, n0, rows, N, stride_om, stride_on, PARTS // 2, ACCUMULATE, WIDE)
+        _store(right, base, n0 + half, rows, N, stride_om, stride_on, PARTS // 2, ACCUMULATE, WIDE)
+
+
+@triton.jit
 def _tile(
     work, a_ptr, a_scale, b_ptr, b_scale, bias_ptr, out_ptr,
     M, N, length, a_stored, b_stored,
@@ -55,7 +80,7 @@ def _tile(
     A: tl.constexpr, B: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, UNITS: tl.constexpr,
     ACCUMULATE: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, XCDS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Computes and stores one tile of y, or a share of it: the `work`-th piece of work."""
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -108,18 +133,10 @@ def _tile(
         acc = times_fp8_scale(acc, b_scale, n0, N, 0, b_stored, B, 1)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + row_b).to(tl.float32)[None, :]
-    m, n = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
-    base = out_ptr + m0.to(tl.int64) * stride_om + n0.to(tl.int64) * stride_on
+    base = out_ptr + m0.to(tl.int64) * stride_om
     if SPLIT_K > 1:
         base += share.to(tl.int64) * M * N
-    if WIDE:
-        place = base + m.to(tl.int64) * stride_om + n.to(tl.int64) * stride_on
-    else:
-        place = base + m * stride_om + n * stride_on
-    mask = (m < M - m0) & (n < N - n0)
-    if ACCUMULATE:
-        acc += tl.load(place, mask=mask, other=0.0)
-    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    _store(acc, base, n0, M - m0, N, stride_om, stride_on, PARTS, ACCUMULATE, WIDE)
 
 
 @triton.jit
@@ -130,7 +147,7 @@ def gemm_nt_kernel(
     A: tl.constexpr, B: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, UNITS: tl.constexpr,
     ACCUMULATE: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, XCDS: tl.constexpr,
-    SPLIT_K: tl.constexpr, PERSISTENT: tl.constexpr,
+    SPLIT_K: tl.constexpr, PARTS: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Tiles of y, or its SPLIT_K partial sums `out[share, M, N]`. `A` and `B` are `gemm_decode.OperandMeta`.
 
@@ -143,13 +160,13 @@ def gemm_nt_kernel(
             _tile(
                 work, a_ptr, a_scale, b_ptr, b_scale, bias_ptr, out_ptr, M, N, length, a_stored, b_stored,
                 stride_am, stride_ak, stride_bn, stride_bk, stride_om, stride_on, A, B, A_OUTER, B_OUTER, UNITS,
-                ACCUMULATE, EVEN_M, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, XCDS, SPLIT_K,
+                ACCUMULATE, EVEN_M, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, XCDS, SPLIT_K, PARTS,
             )  # fmt: skip
     else:
         _tile(
             tl.program_id(0), a_ptr, a_scale, b_ptr, b_scale, bias_ptr, out_ptr, M, N, length, a_stored, b_stored,
             stride_am, stride_ak, stride_bn, stride_bk, stride_om, stride_on, A, B, A_OUTER, B_OUTER, UNITS,
-            ACCUMULATE, EVEN_M, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, XCDS, SPLIT_K,
+            ACCUMULATE, EVEN_M, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, XCDS, SPLIT_K, PARTS,
         )  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def _multiply_pointers(
         "EVEN_K": key.contraction % block_k == 0 and min(a.stored, b.stored) >= key.contraction,
         "WIDE": max(block * abs(stride) for block, stride in reach) >= _WIDE_OFFSET,
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": config.group_m, "XCDS": config.num_xcds,
-        "SPLIT_K": config.split_k, "PERSISTENT": config.persistent,
+        "SPLIT_K": config.split_k, "PARTS": config.epilogue_parts, "PERSISTENT": config.persistent,
     }  # fmt: skip
     grid = (min(pieces, key.compute_units) if config.persistent else pieces,)
     return KernelCall(gemm_nt_kernel, grid, args, constants, _options(config))

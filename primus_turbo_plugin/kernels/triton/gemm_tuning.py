@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from primus_turbo_plugin.kernels.triton import gemm_config
-from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
+from primus_turbo_plugin.kernels.triton import gemm_defaults
+from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig, refusal
 from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey
 from primus_turbo_plugin.kernels.tuning.tunable import Tunable
 
@@ -12,9 +12,9 @@ TUNABLE = Tunable(
     version=1,
     key_type=GemmKey,
     config_type=GemmConfig,
-    default=gemm_config.default_config,
-    candidates=gemm_config.candidates,
-    struck_out=gemm_config.struck_out,
-    refusal=gemm_config.refusal,
+    default=gemm_defaults.default_config,
+    candidates=gemm_defaults.candidates,
+    struck_out=gemm_defaults.struck_out,
+    refusal=refusal,
 )
 """`version`: raise it with every change of gemm_kernel.py's code, of GemmConfig's meaning or of GemmKey's fields."""

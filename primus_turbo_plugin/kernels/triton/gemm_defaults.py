@@ -1,0 +1,157 @@
+"""The shipped configuration of a product on each GPU, and what a tuner should look at beside it.
+
+Hopper's were timed on an H200 (docs/performance.md). AMD's were chosen by what the compiler makes of them: no spills, no scratch,
+matrix instructions the limit of the static estimate; none has been timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig, refusal
+from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey
+
+_SCRATCH_FLOPS = 2.0e9
+"""From here on, decoding each operand once costs less than decoding it again in every tile that reads it."""
+_COMPUTE_UNITS_PER_XCD = {"gfx942": 38, "gfx950": 32}
+_FULL = 0.75
+"""Share of the compute units that a tile size should keep busy before a smaller one is taken."""
+_MAX_SHARES = 16
+_MIN_STEPS_OF_A_SHARE = 4
+
+Options = Mapping[str, Any]
+
+
+def default_config(key: GemmKey) -> GemmConfig:
+    """The shipped configuration of a product: a pure function, never refused."""
+    options = [*_preferred(key), *_portable(key)]
+    for config in options:
+        if refusal(key, config) is None and _fills(key, config):
+            return _shared(key, config)
+    return next(_shared(key, config) for config in reversed(options) if refusal(key, config) is None)
+
+
+def _preferred(key: GemmKey) -> list[GemmConfig]:
+    """Configurations made for this architecture, largest tile first."""
+    units = _units(key)
+    amd = {"matrix_instr_nonkdim": 16, "num_xcds": _num_xcds(key)}
+    if key.arch == "sm90":
+        return _hopper(key, units)
+    if key.arch == "gfx942":
+        if not _plain(key) and units["decode"] == "tile":
+            return [_config(128, 128, 128, units, num_warps=8, num_stages=2, **amd)]
+        return [
+            _config(256, 256, 32, units, num_warps=8, num_stages=3, epilogue_parts=2, **amd),
+            _config(128, 128, 64, units, num_warps=4, num_stages=2, **amd),
+        ]
+    if key.arch == "gfx950":
+        step = {"half": 64, "fp8": 128, "mx": 256 if key.a.bits == key.b.bits == 4 else 128}[str(units["units"])]
+        return [
+            _config(256, 256, step, units, num_warps=4, num_stages=2, epilogue_parts=2, **amd),
+            _config(128, 128, step, units, num_warps=4, num_stages=2, **amd),
+        ]
+    if key.arch == "gfx1250":
+        step = 64 if units["units"] == "half" else 128
+        return [
+            _config(256, 256, step, units, num_warps=8, num_stages=2, epilogue_parts=2),
+            _config(128, 128, step, units, num_warps=4, num_stages=2),
+        ]
+    return []
+
+
+def _hopper(key: GemmKey, units: Options) -> list[GemmConfig]:
+    tma: dict[str, Any] = {"loads": "descriptors", "persistent": True}
+    if units["units"] == "fp8":
+        return [
+            _config(128, 128, 128, units, num_warps=8, num_stages=4, **tma),
+            _config(64, 128, 128, units, num_warps=4, num_stages=4, **tma),
+        ]
+    parts = {"num_stages": 3, "epilogue_parts": 4} if key.out == "fp32" else {"num_stages": 4, "epilogue_parts": 2}
+    return [
+        _config(128, 256, 64, units, num_warps=8, **parts, **tma),
+        _config(128, 128, 64, units, num_warps=4, num_stages=3, epilogue_parts=2, **tma),
+        _config(128, 256, 64, units, num_warps=8, num_stages=3),
+    ]
+
+
+def _portable(key: GemmKey) -> list[GemmConfig]:
+    """Pointers and small steps: these run everywhere, whatever the alignment."""
+    units = _units(key)
+    step = 64 if _plain(key) or units["decode"] == "scratch" else 128
+    return [
+        _config(128, 128, step, units, num_warps=8, num_stages=2),
+        _config(64, 64, step, units, num_warps=4, num_stages=2),
+        _config(32, 32, step, units, num_warps=4, num_stages=2),
+    ]
+
+
+def _config(block_m: int, block_n: int, block_k: int, units: Options, **options: Any) -> GemmConfig:
+    return GemmConfig(block_m=block_m, block_n=block_n, block_k=block_k, **{**options, **units})
+
+
+def _plain(key: GemmKey) -> bool:
+    return key.a.is_plain and key.b.is_plain
+
+
+def _units(key: GemmKey) -> Options:
+    """What multiplies, and where operands are decoded for it."""
+    for units in ("mx", "fp8"):
+        native = _config(64, 64, 128, {"units": units})
+        if refusal(key, native) is None:
+            return {"units": units, "decode": "tile"}
+    blocked = any(kind.is_fp8 and kind.block.endswith("x128") for kind in (key.a, key.b))
+    large = 2.0 * key.rows * key.cols * key.contraction >= _SCRATCH_FLOPS
+    return {"units": "half", "decode": "scratch" if large and not blocked and not _plain(key) else "tile"}
+
+
+def _num_xcds(key: GemmKey) -> int:
+    per_xcd = _COMPUTE_UNITS_PER_XCD.get(key.arch)
+    return max(key.compute_units // per_xcd, 1) if per_xcd else 1
+
+
+def _fills(key: GemmKey, config: GemmConfig) -> bool:
+    """Whether a tile size gives most compute units something to do, and is not mostly beyond an edge."""
+    fits = config.block_m < 2 * key.rows and config.block_n < 2 * key.cols
+    return fits and config.tiles(key) >= _FULL * key.compute_units
+
+
+def _shared(key: GemmKey, config: GemmConfig) -> GemmConfig:
+    """The configuration with the contraction shared among programs where tiles leave most compute units idle."""
+    steps = -(-key.contraction // config.block_k)
+    shares = min(key.compute_units // config.tiles(key), steps // _MIN_STEPS_OF_A_SHARE, _MAX_SHARES)
+    shared = replace(config, split_k=max(shares, 1), persistent=False)
+    return shared if shares > 1 and refusal(key, shared) is None else config
+
+
+def considered(key: GemmKey) -> list[GemmConfig]:
+    """Everything a tuner should look at for a product, whether or not it can serve it."""
+    base = default_config(key)
+    families = [base, *_preferred(key), *_portable(key)]
+    tiles = [(256, 128), (128, 256), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64)]
+    if key.capabilities.vendor == "amd":
+        tiles = [(256, 256), *tiles]
+    found = [base]
+    for family in dict.fromkeys((c.loads, c.units, c.decode) for c in families):
+        like = next(c for c in families if (c.loads, c.units, c.decode) == family)
+        for (block_m, block_n), num_warps, num_stages in product(tiles, (4, 8), (2, 3, 4)):
+            tile = {"block_m": block_m, "block_n": block_n, "num_warps": num_warps, "num_stages": num_stages}
+            found.append(replace(like, split_k=1, **tile))  # type: ignore[arg-type]
+    found += [replace(base, group_m=group_m) for group_m in (4, 16)]
+    found += [replace(base, epilogue_parts=parts) for parts in (1, 2, 4)]
+    found += [replace(base, persistent=not base.persistent)]
+    found += [replace(base, split_k=shares, loads="pointers", persistent=False) for shares in (2, 4, 8)]
+    return list(dict.fromkeys(found))
+
+
+def candidates(key: GemmKey) -> list[GemmConfig]:
+    """Configurations that can serve a product, the shipped default first; `struck_out` has the others."""
+    return [config for config in considered(key) if refusal(key, config) is None]
+
+
+def struck_out(key: GemmKey) -> list[tuple[GemmConfig, str]]:
+    """Configurations that were considered and cannot serve a product, each with the reason."""
+    reasons = ((config, refusal(key, config)) for config in considered(key))
+    return [(config, reason) for config, reason in reasons if reason is not None]
