@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from primus_turbo_plugin.diagnostics.report import MegatronSetting, print_once, startup_report
+from primus_turbo_plugin.diagnostics.tables import ranges
+from primus_turbo_plugin.functional.context_parallel import DESCRIPTIONS, Algorithm, parse_algorithm
 from primus_turbo_plugin.precision.config import COMPONENTS, TurboConfig
 from primus_turbo_plugin.precision.config_sources import ResolvedConfig
 from primus_turbo_plugin.precision.module_plan import ModulePlan
@@ -44,9 +46,27 @@ def honoured_settings(config: Any, turbo: TurboConfig) -> Iterator[MegatronSetti
     if config.first_last_layers_bf16 and turbo.linear == "turbo":
         note = f"bf16_first_layers: {turbo.bf16_first_layers}, bf16_last_layers: {turbo.bf16_last_layers}"
         yield MegatronSetting(name="first_last_layers_bf16", value="True", outcome="honoured", note=note)
+    if config.context_parallel_size > 1 and turbo.attention == "turbo":
+        yield from _context_parallel(config)
     for field, note in (
         ("gradient_accumulation_fusion", "wgrad accumulates into main_grad"),
         ("delay_wgrad_compute", "backward_dw"),
     ):
         if getattr(config, field) and turbo.linear == "turbo":
             yield MegatronSetting(name=field, value="True", outcome="honoured", note=note)
+
+
+def _context_parallel(config: Any) -> Iterator[MegatronSetting]:
+    """How the ranks that share a sequence attend, a line for each algorithm in use."""
+    given = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
+    layers: dict[Algorithm, list[int]] = {}
+    for layer, name in enumerate(given):
+        layers.setdefault(parse_algorithm(name), []).append(layer)
+    for algorithm, where in layers.items():
+        value = algorithm if len(layers) == 1 else f"{algorithm} (layers {ranges(where)})"
+        sizes = f"{config.context_parallel_size} ranks"
+        if algorithm == "a2a+p2p":
+            sizes = " x ".join(str(size) for size in config.hierarchical_context_parallel_sizes or ()) + " ranks"
+        yield MegatronSetting(
+            name="cp_comm_type", value=value, outcome="honoured", note=f"{DESCRIPTIONS[algorithm]}; {sizes}"
+        )

@@ -132,7 +132,6 @@ REFUSED: Mapping[str, Refusal] = {
     ),
     # Attention
     "flash_attention_version": _attention("it chooses among Transformer Engine's kernels", "leave it out"),
-    "hierarchical_context_parallel_sizes": _attention("context parallelism has one level", "leave it out"),
     "hybrid_context_parallel": _attention("context parallelism has one size for all samples", "leave it out"),
     "experimental_attention_variant": Refusal(
         why="only softmax attention and MLA have a spec here", remedy="leave --experimental-attention-variant out"
@@ -173,8 +172,9 @@ CONDITIONAL: Mapping[str, str] = {
     "attention_backend": "auto; local needs 'attention: megatron', the others 'attention: transformer_engine'",
     "transformer_impl": "local or transformer_engine, without effect on this spec; inference_optimized refused",
     "delay_wgrad_compute": "honoured by linears of turbo and transformer_engine (`backward_dw`); refused with 'linear: megatron'",
-    "cp_comm_type": "all_gather; p2p is served by it, with a warning; a2a and a2a+p2p refused by core attention. A list is "
-    "refused on 0.16, which hands each layer its neighbour's entry",
+    "cp_comm_type": "p2p (also where it is not given), all_gather, a2a and a2a+p2p honoured by core attention, for all layers or "
+    "one a layer; docs/context-parallel.md. A list is refused on 0.16, which hands each layer its neighbour's entry",
+    "hierarchical_context_parallel_sizes": "[a2a size, p2p size], honoured by core attention under `cp_comm_type` a2a+p2p",
     "recompute_modules": "honoured. With `layernorm`, as with `fused_residual_rmsnorm`, norms are not fused into the linears "
     "behind them, since Megatron can do this only with norms that stand alone. layernorm, mla_up_proj and moe_act are refused "
     "without Transformer Engine, whose functions Megatron calls for them",
