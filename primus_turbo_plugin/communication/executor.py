@@ -211,9 +211,9 @@ class Channel:
         elif isinstance(op, Wait):
             transport.wait(arena, op.lane, op.peer, op.flag, call.value)
         elif isinstance(op, Fork):
-            transport.fork(op.lane)
+            transport.fork(arena, op.lane)
         elif isinstance(op, Join):
-            transport.join(op.lane)
+            transport.join(arena, op.lane)
         elif call.span is not None:
             with call.span.computing("gemm" if isinstance(op, Gemm) else "sum"):
                 self._compute(call, op)

@@ -21,6 +21,7 @@ Saved       for dgrad: Q'(w), a reference to the weight's cached copy, or w itse
             Nothing for a GEMM that will not run: a frozen weight keeps no x, an input without gradient no w.
 Order       backward starts AG(x) before dgrad and RS(dx) before wgrad, so that each transfer has a GEMM to hide under. The
             collectives, their order and, unquantised, the GEMM calls are those of Megatron-Core's linears: the same bits.
+            With `call.overlap` the others run under GEMMs too, in `linear_overlap`, and sums over ranks are taken in rank order.
 Equality    quantised shards carry the codes of the whole tensor wherever no block lies across ranks, so TP=p multiplies the
             numbers TP=1 does; only the order of the sums over ranks differs. Not so for FP8 `tensorwise` and `rowwise`, whose
             scales span a rank's shard.
@@ -35,20 +36,24 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from primus_turbo_plugin.communication.collectives import Pending, all_reduce, ready, reduce_scatter
+from primus_turbo_plugin.communication.collectives import Pending, all_reduce, ready
 from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.functional.autocast import compute_dtype, no_autocast
 from primus_turbo_plugin.functional.linear_call import LinearCall
 from primus_turbo_plugin.functional.linear_kernels import Operand
 from primus_turbo_plugin.functional.linear_operands import (
     columnwise,
-    gather_for_wgrad,
-    gather_gradient,
-    gather_input,
     local_operands,
     save_operands,
     saved_operands,
     weight_operands,
+)
+from primus_turbo_plugin.functional.linear_overlap import (
+    gather_and_multiply,
+    gather_gradient_and_multiply,
+    multiply_and_scatter,
+    start_input,
+    start_scatter,
 )
 from primus_turbo_plugin.functional.wgrad import compute_wgrad
 
@@ -87,15 +92,15 @@ class _Linear(Function):
         with_dgrad, with_wgrad = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         _check_contractions(call, x, weight, with_dgrad=with_dgrad, with_wgrad=with_wgrad)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
-        x_row: Operand | None
-        if call.parallel.gathers_input:
-            x_row, x_kept = gather_input(call, x, column=with_wgrad)
-        else:
-            x_row, x_kept = local_operands(call, "x", x, row=True, column=with_wgrad)
+        gathers = call.parallel.gathers_input
+        x_row, x_kept = local_operands(call, "x", x, row=not gathers, column=with_wgrad and not gathers)
         w_row, w_column = weight_operands(call, weight, row=True, column=with_dgrad or call.transpose_weight)
-        assert x_row is not None
         assert w_row is not None
-        y = _reduce_output(call, call.kernels.gemm_nt("fprop", x_row, w_row)).wait()
+        if gathers:
+            y, x_kept = gather_and_multiply(call, x, w_row, column=with_wgrad)
+        else:
+            assert x_row is not None
+            y = _multiply_and_reduce(call, x_row, w_row)
         save_operands(ctx, x=x_kept, w=w_column if with_dgrad else None)
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -107,9 +112,8 @@ class _Linear(Function):
         saved = saved_operands(ctx)
         with no_autocast(dy):
             deferred = with_wgrad and call.defer is not None and call.defer(dy)
-            x_arriving = _start_input(call, saved["x"]) if with_wgrad and not deferred else None
-            dy_row, dy_column = _gradient_operands(call, dy, row=with_dgrad, column=x_arriving is not None)
-            dx = _start_dgrad(call, dy_row, saved["w"])
+            x_arriving = _start_input(call, saved["x"], dy) if with_wgrad and not deferred else None
+            dx, dy_column = _start_dgrad(call, dy, saved["w"] if with_dgrad else None, wgrad=x_arriving is not None)
             dw = _wgrad(call, dy_column, x_arriving)
             if deferred:
                 assert call.sink is not None
@@ -118,35 +122,34 @@ class _Linear(Function):
             return dx.wait(), dw, db, None, None
 
 
-def _reduce_output(call: LinearCall, y: Tensor) -> Pending[Tensor]:
+def _multiply_and_reduce(call: LinearCall, x: Operand, w: Operand) -> Tensor:
     if call.parallel.scatters_output:
-        return reduce_scatter(y, call.parallel.group)
-    return all_reduce(y, call.parallel.group) if call.parallel.sums("row") else ready(y)
+        return multiply_and_scatter(call, "fprop", x, w)
+    y = call.kernels.gemm_nt("fprop", x, w)
+    return all_reduce(y, call.parallel.group).wait() if call.parallel.sums("row") else y
 
 
-def _start_input(call: LinearCall, kept: Operand | None) -> Pending[Operand]:
+def _start_input(call: LinearCall, kept: Operand | None, dy: Tensor) -> Pending[Operand]:
     assert kept is not None
-    return gather_for_wgrad(call, kept) if call.parallel.gathers_input else ready(kept)
+    return start_input(call, kept, dy) if call.parallel.gathers_input else ready(kept)
 
 
-def _gradient_operands(
-    call: LinearCall, dy: Tensor, *, row: bool, column: bool
-) -> tuple[Operand | None, Operand | None]:
-    if not row and not column:
-        return None, None
+def _start_dgrad(
+    call: LinearCall, dy: Tensor, w: Operand | None, *, wgrad: bool
+) -> tuple[Pending[Tensor | None], Operand | None]:
+    """dx = dy @ w, its reduction under way; and the columnwise copy of dy for wgrad."""
     if call.parallel.scatters_output:
-        return gather_gradient(call, dy, row=row, column=column)
-    return local_operands(call, "dy", dy, row=row, column=column)
-
-
-def _start_dgrad(call: LinearCall, dy_row: Operand | None, w: Operand | None) -> Pending[Tensor | None]:
-    """dx = dy @ w, its reduction under way."""
+        whole, dy_column = gather_gradient_and_multiply(call, dy, w, column=wgrad)
+        return ready(whole), dy_column
+    dy_row, dy_column = local_operands(call, "dy", dy, row=w is not None, column=wgrad)
     if dy_row is None or w is None:
-        return ready(None)
-    dx = call.kernels.gemm_nt("dgrad", dy_row, columnwise(w))
+        return ready(None), dy_column
     if call.parallel.gathers_input:
-        return Pending(reduce_scatter(dx, call.parallel.group).wait)
-    return Pending(all_reduce(dx, call.parallel.group).wait) if call.parallel.sums("column") else ready(dx)
+        if call.overlap is not None and (call.overlap.scatter_dgrad or not wgrad):
+            return ready(multiply_and_scatter(call, "dgrad", dy_row, columnwise(w))), dy_column
+        return Pending(start_scatter(call, call.kernels.gemm_nt("dgrad", dy_row, columnwise(w)), dy).wait), dy_column
+    dx = call.kernels.gemm_nt("dgrad", dy_row, columnwise(w))
+    return Pending(all_reduce(dx, call.parallel.group).wait) if call.parallel.sums("column") else ready(dx), dy_column
 
 
 def _wgrad(call: LinearCall, dy_column: Operand | None, x_arriving: Pending[Operand] | None) -> Tensor | None:

@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from primus_turbo_plugin.communication.collectives import Group, group_size
+from primus_turbo_plugin.communication.overlap import Overlap
 from primus_turbo_plugin.errors import ConfigError, ShapeError
 from primus_turbo_plugin.functional.linear_kernels import LinearKernels
 from primus_turbo_plugin.functional.weight_cache import WeightCache
@@ -67,6 +68,29 @@ class TensorParallel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OverlapUse:
+    """Which collectives of a layer run under GEMMs.
+
+    Attributes:
+        overlap: Of the layer's group.
+        gather: All-gathers in front of a GEMM (fprop of column, dgrad of row).
+        scatter: Reduce-scatters behind fprop (row).
+        bulk_gather: AG(x) under dgrad (column).
+        bulk_scatter: RS(dx) under wgrad (column).
+        scatter_dgrad: RS(dx) behind dgrad, chunk by chunk, instead of under wgrad.
+        note: Told (what, why) where a collective is not overlapped.
+    """
+
+    overlap: Overlap
+    gather: bool = True
+    scatter: bool = True
+    bulk_gather: bool = True
+    bulk_scatter: bool = True
+    scatter_dgrad: bool = False
+    note: Callable[[str, str], None] = lambda what, why: None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rounding:
     """The random bits of one forward and its backward, for recipes that round stochastically.
 
@@ -96,6 +120,7 @@ class LinearCall:
         plan: Precision, padding rule, names for messages.
         kernels: Chosen for the plan, the device and the dtypes at hand.
         parallel: Split and collectives.
+        overlap: Which of them run under GEMMs, with sequence parallelism; None: none.
         sink: Where dw is accumulated; None returns it to autograd.
         delay: Takes the computation of dw to be run later (it gives dw, or None once dw is in the sink) and returns what
             autograd is to get meanwhile. None runs it in backward.
@@ -109,6 +134,7 @@ class LinearCall:
     plan: ModulePlan
     kernels: LinearKernels
     parallel: TensorParallel = field(default_factory=TensorParallel)
+    overlap: OverlapUse | None = None
     sink: GradientSink | None = None
     delay: Callable[[Callable[[], Tensor | None]], Tensor | None] | None = None
     defer: Callable[[Tensor], bool] | None = None

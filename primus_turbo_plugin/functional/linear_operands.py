@@ -63,7 +63,7 @@ def gather_input(call: LinearCall, x: Tensor, *, column: bool) -> tuple[Operand,
         The row copy of all tokens; and for wgrad this rank's columnwise copy [in, tokens / size] where no block lies across
         ranks (MXFP4: 0.53 bytes an element kept and sent later, against 2), else x itself, or None without wgrad.
     """
-    row_shard, column_shard = _quantize_shards(call, "x", x, _wanted(call, "x", True, column))
+    row_shard, column_shard = quantize_shards(call, "x", x, _wanted(call, "x", True, column))
     if row_shard is not None:
         row: Operand | None = all_gather_quantized(row_shard, call.parallel.group, "outer").wait()
     else:
@@ -91,7 +91,7 @@ def gather_for_wgrad(call: LinearCall, shard: Operand) -> Pending[Operand]:
 def gather_gradient(call: LinearCall, dy: Tensor, *, row: bool, column: bool) -> Pair:
     """Both copies of all tokens' dy from this rank's [tokens / size, out]; None where not needed."""
     group = call.parallel.group
-    row_shard, column_shard = _quantize_shards(call, "dy", dy, _wanted(call, "dy", row, column))
+    row_shard, column_shard = quantize_shards(call, "dy", dy, _wanted(call, "dy", row, column))
     pending_row = ready(None) if row_shard is None else all_gather_quantized(row_shard, group, "outer")
     pending_column = ready(None) if column_shard is None else all_gather_quantized(column_shard, group, "contraction")
     late: Pair = (None, None)
@@ -106,7 +106,7 @@ def gather_gradient(call: LinearCall, dy: Tensor, *, row: bool, column: bool) ->
     return (pending_row.wait() or late[0]), (pending_column.wait() or late[1])
 
 
-def _quantize_shards(
+def quantize_shards(
     call: LinearCall, name: str, shard: Tensor, specs: Specs
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     """Quantises this rank's tokens before they are sent, where that gives the bits that quantising all of them would."""

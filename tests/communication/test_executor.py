@@ -164,7 +164,7 @@ def test_faults_of_the_executor_show_in_four_processes(rank_info: RankInfo, muta
     elif mutant == "one slot":
         executor.SLOTS = 1
     elif mutant == "input reused early":
-        moves.join = lambda lane: None  # type: ignore[method-assign]
+        moves.join = lambda arena, lane: None  # type: ignore[method-assign]
     channel, w = Channel(moves), torch.eye(K)
     wrong = 0
     for call in range(30):

@@ -98,11 +98,11 @@ class Transport(abc.ABC):
         """A call begins: its sequence number, what will arrive, and what this rank will put."""
 
     @abc.abstractmethod
-    def fork(self, lane: int) -> None:
+    def fork(self, arena: Arena, lane: int) -> None:
         """The lane waits for what has been issued on compute."""
 
     @abc.abstractmethod
-    def join(self, lane: int) -> None:
+    def join(self, arena: Arena, lane: int) -> None:
         """Compute waits for what has been issued on the lane."""
 
     @abc.abstractmethod

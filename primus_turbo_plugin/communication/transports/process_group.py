@@ -18,6 +18,8 @@ from primus_turbo_plugin.communication.schedules.program import Put
 from primus_turbo_plugin.communication.transports.base import Arena, Capabilities, Expected, Transport, as_bytes
 from primus_turbo_plugin.errors import UnsupportedError
 
+_MAX_ROUNDS = 256
+
 
 @dataclass(slots=True)
 class _Round:
@@ -27,6 +29,21 @@ class _Round:
     sends: list[tuple[int, Tensor]] = field(default_factory=list)
     receives: list[tuple[int, Tensor]] = field(default_factory=list)
     works: list[dist.Work] | None = None
+
+
+@dataclass(slots=True)
+class RoundsArena(Arena):
+    """An arena, and the rounds of its present call.
+
+    Attributes:
+        tag: Of its messages, so that calls on several arenas may be under way at once.
+        rounds: By number.
+        round_of: (sender, flag) -> the round that brings its rows.
+    """
+
+    tag: int
+    rounds: dict[int, _Round] = field(default_factory=dict)
+    round_of: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 class ProcessGroupTransport(Transport):
@@ -41,8 +58,7 @@ class ProcessGroupTransport(Transport):
                 f"transport process_group: the group's backend {backend!r} cannot move {device.type} tensors. "
                 "Use gloo on a CPU and nccl (which is RCCL on AMD) on GPUs."
             )
-        self._rounds: dict[int, _Round] = {}
-        self._round_of: dict[tuple[int, int], int] = {}
+        self._arenas = 0
         self.capabilities = Capabilities(
             name="process_group",
             device=device.type,
@@ -51,59 +67,65 @@ class ProcessGroupTransport(Transport):
             detail=f"batches of sends and receives through {backend}",
         )
 
-    def allocate(self, nbytes: int) -> Arena:
-        return Arena(mine=torch.empty(nbytes, dtype=torch.uint8, device=self.device), nbytes=nbytes)
+    def allocate(self, nbytes: int) -> RoundsArena:
+        self._arenas += 1
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return RoundsArena(mine=memory, nbytes=nbytes, tag=self._arenas * _MAX_ROUNDS)
 
     def release(self, arena: Arena) -> None:
         arena.mine = arena.mine[:0]
 
     def begin(self, arena: Arena, value: int, expected: Sequence[Expected], puts: Sequence[Put]) -> None:
-        self._rounds, self._round_of = {}, {}
+        assert isinstance(arena, RoundsArena)
+        arena.rounds, arena.round_of = {}, {}
         for put in puts:
             if put.peer != self.rank:
-                self._rounds.setdefault(put.round, _Round()).missing += 1
+                arena.rounds.setdefault(put.round, _Round()).missing += 1
         for arriving in expected:
-            of = self._rounds.setdefault(arriving.put.round, _Round())
+            of = arena.rounds.setdefault(arriving.put.round, _Round())
             of.receives += [(arriving.sender, piece) for piece in arriving.pieces]
-            self._round_of[arriving.sender, arriving.put.flag] = arriving.put.round
+            arena.round_of[arriving.sender, arriving.put.flag] = arriving.put.round
 
     def put(self, arena: Arena, op: Put, pieces: Sequence[tuple[int, Tensor]]) -> None:
         if op.peer == self.rank:
             for offset, source in pieces:
                 arena.mine[offset : offset + source.nbytes].copy_(as_bytes(source))
             return
-        of = self._rounds[op.round]
+        assert isinstance(arena, RoundsArena)
+        of = arena.rounds[op.round]
         of.sends += [(op.peer, as_bytes(source)) for _, source in pieces]
         of.missing -= 1
         if not of.missing:
-            self._post(op.round)
+            self._post(arena, op.round)
 
-    def _post(self, number: int) -> None:
-        of = self._rounds[number]
+    def _post(self, arena: RoundsArena, number: int) -> None:
+        of, tag = arena.rounds[number], arena.tag + number
         ranks = dist.get_process_group_ranks(self.group)
-        batch = [dist.P2POp(dist.isend, t, ranks[peer], self.group, number) for peer, t in of.sends]
-        batch += [dist.P2POp(dist.irecv, as_bytes(t), ranks[peer], self.group, number) for peer, t in of.receives]
+        batch = [dist.P2POp(dist.isend, t, ranks[peer], self.group, tag) for peer, t in of.sends]
+        batch += [dist.P2POp(dist.irecv, as_bytes(t), ranks[peer], self.group, tag) for peer, t in of.receives]
         of.works = dist.batch_isend_irecv(batch) if batch else []
 
-    def fork(self, lane: int) -> None:
+    def fork(self, arena: Arena, lane: int) -> None:
         """Nothing to do: a batch starts after what was issued on the current stream."""
 
     def signal(self, arena: Arena, lane: int, peer: int, flag: int, value: int) -> None:
         """Nothing to do: the message is the signal."""
 
     def wait(self, arena: Arena, lane: int, peer: int, flag: int, value: int) -> None:
-        number = self._round_of.get((peer, flag))
+        assert isinstance(arena, RoundsArena)
+        number = arena.round_of.get((peer, flag))
         if number is None:
             return  # no rows come with this flag
-        of = self._rounds[number]
+        of = arena.rounds[number]
         if of.works is None:
             assert not of.missing, (number, of.missing)
-            self._post(number)  # nothing to send in this round
+            self._post(arena, number)  # nothing to send in this round
         _finish(of)
 
-    def join(self, lane: int) -> None:
+    def join(self, arena: Arena, lane: int) -> None:
         """The sends too must be over before the caller may write to their rows."""
-        for of in self._rounds.values():
+        assert isinstance(arena, RoundsArena)
+        for of in arena.rounds.values():
             _finish(of)
 
 

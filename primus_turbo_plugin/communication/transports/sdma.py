@@ -146,12 +146,12 @@ class SdmaTransport(Transport):
     def _stream(self, lane: int) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if lane == COMPUTE else self._lane(lane)
 
-    def fork(self, lane: int) -> None:
+    def fork(self, arena: Arena, lane: int) -> None:
         stream = self._lane(lane)
         self._forks[lane].record(torch.cuda.current_stream(self.device))
         stream.wait_event(self._forks[lane])
 
-    def join(self, lane: int) -> None:
+    def join(self, arena: Arena, lane: int) -> None:
         self._joins[lane].record(self._lane(lane))
         torch.cuda.current_stream(self.device).wait_event(self._joins[lane])
 

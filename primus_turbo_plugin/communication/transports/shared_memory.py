@@ -115,10 +115,10 @@ class SharedMemoryTransport(Transport):
             self._engines.append(Engine(f"turbo copy lane {len(self._engines)}"))
         return self._engines[lane]
 
-    def fork(self, lane: int) -> None:
+    def fork(self, arena: Arena, lane: int) -> None:
         """Nothing to do: what this thread has computed is there."""
 
-    def join(self, lane: int) -> None:
+    def join(self, arena: Arena, lane: int) -> None:
         self._engine(lane).join_lane()
 
     def put(self, arena: Arena, op: Put, pieces: Sequence[tuple[int, Tensor]]) -> None:

@@ -1,0 +1,174 @@
+"""Linears whose collectives run under their GEMMs, against the same linears with one after the other, and against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from primus_turbo_plugin.communication.overlap import Overlap
+from primus_turbo_plugin.communication.transports.process_group import ProcessGroupTransport
+from primus_turbo_plugin.communication.transports.shared_memory import SharedMemoryTransport
+from primus_turbo_plugin.functional.linear import linear
+from primus_turbo_plugin.functional.linear_call import LinearCall, OverlapUse, TensorParallel
+from primus_turbo_plugin.functional.wgrad import WgradQueue
+from tests.support.distributed import RankInfo, ranks
+from tests.support.linear import leaf, make_call, plan
+
+K, N = 64, 96
+CPU = torch.device("cpu")
+
+
+def _overlap(chunks: int | None = 2, transport: str = "shared_memory") -> Overlap:
+    kind = {"shared_memory": SharedMemoryTransport, "process_group": ProcessGroupTransport}[transport]
+    return Overlap(kind(torch.distributed.group.WORLD, CPU), chunks=chunks)
+
+
+def _exact(g: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Small integers: every sum is exact, so that results are equal in any order of addition."""
+    return torch.randint(-2, 3, shape, generator=g).to(dtype)
+
+
+def _shards(mode: str, info: RankInfo, g: torch.Generator, tokens: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """x, w, dy of this rank, of tensors that all ranks draw alike; tokens are those of a rank."""
+    size, rank = info.world_size, info.rank
+    x, w, dy = (_exact(g, *shape, dtype=dtype) for shape in ((tokens * size, K), (N, K), (tokens * size, N)))
+    if mode == "column":
+        return x.chunk(size)[rank], w.chunk(size)[rank], dy.chunk(size, 1)[rank].contiguous()
+    return x.chunk(size, 1)[rank].contiguous(), w.chunk(size, 1)[rank].contiguous(), dy.chunk(size)[rank]
+
+
+def _run(x: Tensor, w: Tensor, dy: Tensor, call: LinearCall) -> dict[str, Tensor]:
+    leaves = leaf(x), leaf(w)
+    y = linear(*leaves, None, call)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": leaves[0].grad, "dw": leaves[1].grad}
+
+
+@ranks(world_size=[2, 4])
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_overlapped_linears_give_the_bits_of_the_others(rank_info: RankInfo, transport: str) -> None:
+    """Several layers back to back over one set of slots, twice: every recipe, both splits, every use of the overlap."""
+    g = torch.Generator().manual_seed(rank_info.seed)
+    overlap = _overlap(transport=transport)
+    notes: set[tuple[str, str]] = set()
+    note = lambda what, why: notes.add((what, why))  # noqa: E731
+    for uses in (
+        {},
+        {"scatter_dgrad": True},
+        {"gather": False, "bulk_scatter": False},
+        {"scatter": False, "bulk_gather": False},
+    ):
+        for recipe in ("bf16", "mxfp4", "mxfp8", "fp8_rowwise", "fp8_block128"):
+            for mode in ("column", "row"):
+                dtype = torch.float32 if recipe == "bf16" else torch.bfloat16
+                x, w, dy = _shards(mode, rank_info, g, 64, dtype)
+                how = make_call(
+                    plan(recipe),
+                    dtype,
+                    parallel=TensorParallel(mode=mode, group=torch.distributed.group.WORLD, sequence_parallel=True),
+                )
+                plain = _run(x, w, dy, how)
+                use = OverlapUse(overlap=overlap, note=note, **uses)
+                for _ in range(2):
+                    ours = _run(x, w, dy, dataclasses.replace(how, overlap=use))
+                    for name, value in plain.items():
+                        assert torch.equal(ours[name], value), (recipe, mode, uses, name)
+    assert ("fprop", "the blocks of x lie across ranks, so it is quantised after gathering") not in notes
+    assert ("dgrad", "a copy of dy is made of all tokens, so dy is gathered first") in notes
+
+
+@ranks(world_size=[1, 3])
+def test_tokens_in_any_number(rank_info: RankInfo) -> None:
+    """One token, none, and a number that no chunk or block divides; a world of one has nothing to overlap."""
+    g, overlap = torch.Generator().manual_seed(rank_info.seed), _overlap(chunks=3)
+    use = OverlapUse(overlap=overlap)
+    size = rank_info.world_size
+    for tokens in (1, 0, 7, 2, 33):
+        for mode in ("column", "row"):
+            group = torch.distributed.group.WORLD
+            x = _exact(g, tokens * size, 12, dtype=torch.float64)
+            w, dy = _exact(g, 6, 12, dtype=torch.float64), _exact(g, tokens * size, 6, dtype=torch.float64)
+            rank = rank_info.rank
+            column = mode == "column"
+            mine = x.chunk(size) if column else x.chunk(size, 1)
+            weights, gradients = (w.chunk(size), dy.chunk(size, 1)) if column else (w.chunk(size, 1), dy.chunk(size))
+            if tokens == 0:
+                mine = mine if not column else (x,) * size
+                gradients = gradients if column else (dy,) * size
+            call = make_call(
+                plan("bf16"),
+                torch.float64,
+                parallel=TensorParallel(mode=mode, group=group, sequence_parallel=True),
+                overlap=use,
+            )
+            got = _run(mine[rank].contiguous(), weights[rank].contiguous(), gradients[rank].contiguous(), call)
+            y, dx, dw = x @ w.t(), dy @ w, dy.t() @ x
+            rows = slice(rank * tokens, (rank + 1) * tokens)
+            assert torch.equal(got["y"], y.chunk(size, 1)[rank] if column else y[rows])
+            assert torch.equal(got["dx"], dx[rows] if column else dx.chunk(size, 1)[rank])
+            assert torch.equal(got["dw"], dw.chunk(size, 0 if column else 1)[rank])
+
+
+@ranks(world_size=2)
+def test_a_wgrad_that_is_put_off_outlives_the_slots(rank_info: RankInfo) -> None:
+    """Three layers' gradients are computed after all of them have been through the same two slots."""
+    g, overlap = torch.Generator().manual_seed(rank_info.seed), _overlap()
+    for mode in ("column", "row"):
+        queue, late, expected = WgradQueue(), [], []
+        for _ in range(3):
+            x, w, dy = _shards(mode, rank_info, g, 8, torch.float32)
+            parallel = TensorParallel(mode=mode, group=torch.distributed.group.WORLD, sequence_parallel=True)
+            expected.append(_run(x, w, dy, make_call(plan("bf16"), torch.float32, parallel=parallel))["dw"])
+
+            def delay(compute: Any, queue: WgradQueue = queue, late: list[Tensor] = late) -> None:
+                queue.put(compute, late.append)
+
+            call = make_call(
+                plan("bf16"), torch.float32, parallel=parallel, overlap=OverlapUse(overlap=overlap), delay=delay
+            )
+            _run(x, w, dy, call)
+        queue.run()
+        assert all(torch.equal(a, b) for a, b in zip(late, expected, strict=True))
+
+
+@ranks(world_size=2)
+def test_frozen_weights_and_inputs_without_gradient(rank_info: RankInfo) -> None:
+    """Without a wgrad to hide under, dx leaves as its products are made; without dx nothing is gathered for it."""
+    g, use = torch.Generator().manual_seed(rank_info.seed), OverlapUse(overlap=_overlap())
+    for mode in ("column", "row"):
+        x, w, dy = _shards(mode, rank_info, g, 8, torch.float32)
+        parallel = TensorParallel(mode=mode, group=torch.distributed.group.WORLD, sequence_parallel=True)
+        plain = make_call(plan("bf16"), torch.float32, parallel=parallel)
+        ours = make_call(plan("bf16"), torch.float32, parallel=parallel, overlap=use)
+        for frozen in ("x", "w"):
+            results = []
+            for call in (plain, ours):
+                leaves = leaf(x, frozen != "x"), leaf(w, frozen != "w")
+                linear(*leaves, None, call).backward(dy)
+                results.append([t.grad for t in leaves if t.grad is not None])
+            assert torch.equal(*(r[0] for r in results))
+            assert [len(r) for r in results] == [1, 1]
+
+
+@ranks(world_size=2)
+def test_nothing_saved_for_backward_lies_in_a_slot(rank_info: RankInfo) -> None:
+    """A later call overwrites slots, so forward may keep only memory of its own."""
+    g, overlap = torch.Generator().manual_seed(rank_info.seed), _overlap()
+    arenas = (overlap._gathers, overlap._bulk, overlap._scatters)
+    for recipe in ("bf16", "mxfp4"):
+        for mode in ("column", "row"):
+            saved: list[Tensor] = []
+            x, w, dy = _shards(mode, rank_info, g, 64, torch.bfloat16)
+            parallel = TensorParallel(mode=mode, group=torch.distributed.group.WORLD, sequence_parallel=True)
+            call = make_call(plan(recipe), torch.bfloat16, parallel=parallel, overlap=OverlapUse(overlap=overlap))
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+                y = linear(leaf(x), leaf(w), None, call)
+            y.backward(dy)
+            owned = {t.untyped_storage().data_ptr() for t in saved}
+            slots = {c._arena.mine.untyped_storage().data_ptr() for c in arenas if c._arena is not None}
+            assert saved
+            assert not owned & slots
