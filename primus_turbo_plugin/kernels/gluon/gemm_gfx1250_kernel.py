@@ -1,16 +1,18 @@
 """c = a @ b.T on gfx1250 (Gluon kernel): tiles through the tensor data mover, operands one WMMA step ahead of the matrix unit.
 
 Math      c[M, N] (+)= sum_k a[m, k] * b[n, k] (* scales), fp32 accumulation, one rounding at the store
-Layout    4 waves compute BM x BN of c; a is cut into slabs of SLAB rows, each with its own accumulator; BK of the contraction is a
-          stage, of which STAGES lie in LDS. An operand contiguous along its rows is a [BK, rows] tile in LDS, which
+Layout    4 waves compute BM x BN of c; a is cut into slabs of SLAB rows, each with its own accumulator; BK of the contraction is
+          a stage, of which STAGES lie in LDS. An operand contiguous along its rows is a [BK, rows] tile in LDS, which
           `ds_load_tr16_b128` transposes on the way to registers
-Pipeline  stage s + STAGES is asked of the TDM as soon as every wave has read stage s. It may be the next tile's: the work-groups are
-          persistent and the pipeline does not drain between tiles. The operands of the next slab are read from LDS before the WMMAs
-          of the current one, across stages and tiles
-Tails     the TDM fills what lies outside an operand with zeros and stores nothing outside c, in all three dimensions. Past the last
-          tile everything is outside, so that waits may count transfers without exception
-Limits    packed rows (strides) are multiples of 16 bytes; coordinates are 32 bits, addresses 64
+Pipeline  stage s + STAGES is asked of the TDM as soon as every wave has read stage s. It may be the next tile's: work-groups are
+          persistent and the pipeline does not drain between tiles. The operands of the next slab are read from LDS before the
+          WMMAs of the current one, across stages and tiles
+Tails     the TDM fills what lies outside an operand with zeros and stores nothing outside c, in all three dimensions. Past the
+          last tile everything is outside, so that waits may count transfers without exception
+Limits    coordinates are 32 bits, addresses 64
 """
+
+# ruff: noqa: RUF005  (Triton's language does not unpack into a tuple)
 
 from __future__ import annotations
 
@@ -23,7 +25,6 @@ from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_tiles import (
     dense_place,
     depth_place,
     rows_place,
-    rows_tiles,
     tile_layout,
     wmma_depth,
     wmma_layouts,
@@ -71,7 +72,7 @@ def scale_layout():
 # -- memory to LDS ------------------------------------------------------------------------------------------------------
 @gluon.jit
 def _fetch(ptr, base, outer, depth, stride, row, k, dest, ROWS: gl.constexpr, DEPTH: gl.constexpr, K_INNER: gl.constexpr,
-           TDM: gl.constexpr):  # fmt: skip
+           P: gl.constexpr):  # fmt: skip
     """Start the transfer of one piece: rows row ... and depth k ... of an operand [outer, depth]; zero outside."""
     shape: gl.constexpr = [ROWS, DEPTH] if K_INNER else [DEPTH, ROWS]
     if K_INNER:
@@ -80,19 +81,28 @@ def _fetch(ptr, base, outer, depth, stride, row, k, dest, ROWS: gl.constexpr, DE
     else:
         high, low = depth, outer
         i, j = k, row
-    if TDM:
+    if P.TDM:
         descriptor = tdm.make_tensor_descriptor(ptr + base, [high, low], [stride, 1], shape, dest.layout)
         tdm.async_load(descriptor, [i, j], dest)
     else:
         BYTES: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
         layout: gl.constexpr = copy_layout(shape[0], shape[1], BYTES)
         WIDE: gl.constexpr = layout.size_per_thread[1]
-        stride, low, j, base = stride // WIDE * WIDE, low // WIDE * WIDE, j // WIDE * WIDE, base // WIDE * WIDE  # tells Triton
+        stride, low, j, base = (
+            stride // WIDE * WIDE,
+            low // WIDE * WIDE,
+            j // WIDE * WIDE,
+            base // WIDE * WIDE,
+        )  # tells Triton
         rows = i + gl.arange(0, shape[0], gl.SliceLayout(1, layout))
         columns = j + gl.arange(0, shape[1], gl.SliceLayout(0, layout))
         place = ptr + base + rows.to(gl.int64)[:, None] * stride + columns[None, :]
-        mask = (rows < high)[:, None] & (columns < low)[None, :]
-        cdna5.async_copy.global_to_shared(dest, place, mask=mask)
+        if P.EVEN_K:  # rows past the end leave rows of the result wrong that are not stored
+            mask = (rows < high)[:, None] if K_INNER else (columns < low)[None, :]
+            cdna5.async_copy.global_to_shared(dest, place, mask=mask)
+        else:
+            mask = (rows < high)[:, None] & (columns < low)[None, :]
+            cdna5.async_copy.global_to_shared(dest, place, mask=mask, other=0)
 
 
 @gluon.jit
@@ -110,9 +120,10 @@ def _source(A, B, place, P: gl.constexpr):
     if P.MX:
         sa = row * stride_sa + start64 // SCALE_BLOCK
         sb = group * stride_sbg + n64 * stride_sb + start64 // SCALE_BLOCK
-        return a, b, rows - m, columns, depth, sa, sb
+        source = (a, b, rows - m, columns, depth, sa, sb)
     else:
-        return a, b, rows - m, columns, depth
+        source = (a, b, rows - m, columns, depth)
+    return source
 
 
 @gluon.jit
@@ -126,16 +137,16 @@ def _fetch_stage(A, B, source, k, slot, P: gl.constexpr):
     rows, columns, depth = source[2], source[3], source[4]
     for i in gl.static_range(PIECES):
         _fetch(a_ptr, source[0], rows, depth // A_CODES, stride_a, i * P.PIECE, k // A_CODES, a_tiles[i].index(slot),
-               P.PIECE, P.BK // A_CODES, P.A_K, P.TDM)  # fmt: skip
+               P.PIECE, P.BK // A_CODES, P.A_K, P)  # fmt: skip
     _fetch(b_ptr, source[1], columns, depth // B_CODES, stride_b, 0, k // B_CODES, b_tiles.index(slot), P.BN,
-           P.BK // B_CODES, P.B_K, P.TDM)  # fmt: skip
+           P.BK // B_CODES, P.B_K, P)  # fmt: skip
     if P.MX:
         BLOCKS: gl.constexpr = P.BK // SCALE_BLOCK
         for i in gl.static_range(PIECES):
             _fetch(a_scale, source[5], rows, depth // SCALE_BLOCK, stride_sa, i * P.PIECE, k // SCALE_BLOCK,
-                   a_scales[i].index(slot), P.PIECE, BLOCKS, True, P.TDM)  # fmt: skip
+                   a_scales[i].index(slot), P.PIECE, BLOCKS, True, P)  # fmt: skip
         _fetch(b_scale, source[6], columns, depth // SCALE_BLOCK, stride_sb, 0, k // SCALE_BLOCK, b_scales.index(slot), P.BN,
-               BLOCKS, True, P.TDM)  # fmt: skip
+               BLOCKS, True, P)  # fmt: skip
     if not P.TDM:
         cdna5.async_copy.commit_group()
 
@@ -190,9 +201,10 @@ def _left(A, slot, i: gl.constexpr, s: gl.constexpr, P: gl.constexpr):
         blocks: gl.constexpr = wmma_depth(P) // SCALE_BLOCK
         layout: gl.constexpr = cdna5.get_wmma_scale_layout(left, [P.SLAB, blocks])
         scale = _read(A[5][piece].index(slot).slice(row, P.SLAB, 0).slice(s * blocks, blocks, 1), layout)
-        return x, scale
+        result = (x, scale)
     else:
-        return x, None
+        result = (x,)
+    return result
 
 
 @gluon.jit
@@ -205,9 +217,10 @@ def _right(B, slot, s: gl.constexpr, P: gl.constexpr):
         blocks: gl.constexpr = wmma_depth(P) // SCALE_BLOCK
         layout: gl.constexpr = cdna5.get_wmma_scale_layout(right, [P.BN, blocks])
         scale = _read(B[8].index(slot).slice(s * blocks, blocks, 1), layout)
-        return y, scale
+        result = (y, scale)
     else:
-        return y, None
+        result = (y,)
+    return result
 
 
 @gluon.jit
@@ -222,9 +235,10 @@ def _typed(codes, element: gl.constexpr):
 @gluon.jit
 def _multiply(x, y, acc, P: gl.constexpr):
     if P.MX:
-        return cdna5.wmma_scaled(x[0], x[1], P.A, y[0], y[1], P.B, acc)
+        acc = cdna5.wmma_scaled(x[0], x[1], P.A, y[0], y[1], P.B, acc)
     else:
-        return cdna5.wmma(_typed(x[0], P.A), _typed(y[0], P.B), acc)
+        acc = cdna5.wmma(_typed(x[0], P.A), _typed(y[0], P.B), acc)
+    return acc
 
 
 @gluon.jit
@@ -267,13 +281,14 @@ def _stages(depth, P: gl.constexpr):
 
 
 @gluon.jit
-def _place(tile, total, offsets_ptr, M, N, K, P: gl.constexpr):
+def _place(tile, total, offsets_ptr, tiles_ptr, M, N, K, P: gl.constexpr):
     if P.GROUPED == "rows":
-        return rows_place(tile, offsets_ptr, N, K, P)
+        place = rows_place(tile, total, offsets_ptr, tiles_ptr, N, K, P)
     elif P.GROUPED == "depth":
-        return depth_place(tile, total, offsets_ptr, M, N, P)
+        place = depth_place(tile, total, offsets_ptr, M, N, P)
     else:
-        return dense_place(tile, total, M, N, K, P)
+        place = dense_place(tile, total, M, N, K, P)
+    return place
 
 
 @gluon.jit
@@ -288,7 +303,7 @@ def _vector(ptr, start, before, size, stride, LENGTH: gl.constexpr, layout: gl.c
 def _store_tile(acc, C, place, N, a_scale, b_scale, bias_ptr, stride_sa, stride_sb, P: gl.constexpr):
     """Epilogue: scales, bias, accumulation, rounding; slab by slab through LDS to memory."""
     c_ptr, stride_c, stride_cg, staging = C
-    group, first, rows, start, depth, m, n = place
+    group, first, rows, _, _, m, n = place
     result: gl.constexpr = wmma_layouts(P)[0]
     base = gl.cast(first, gl.int64) * stride_c
     if P.GROUPED == "depth":
@@ -327,7 +342,7 @@ def _store_tile(acc, C, place, N, a_scale, b_scale, bias_ptr, stride_sa, stride_
 
 @gluon.jit
 def gemm_gfx1250_kernel(
-    a_ptr, a_scale, b_ptr, b_scale, bias_ptr, c_ptr, offsets_ptr, M, N, K,
+    a_ptr, a_scale, b_ptr, b_scale, bias_ptr, c_ptr, offsets_ptr, tiles_ptr, M, N, K,
     stride_a, stride_sa, stride_b, stride_sb, stride_bg, stride_sbg, stride_c, stride_cg,
     P: gl.constexpr,
 ):  # fmt: skip
@@ -338,6 +353,7 @@ def gemm_gfx1250_kernel(
         a_scale, b_scale: E8M0 bytes [rows, K / 32] (MX), fp32 [rows] or [1] (`ROW_SCALE`), or None.
         bias_ptr: [N] (or [groups, N]), or None.
         offsets_ptr: int32 [groups + 1], or None.
+        tiles_ptr: int32 `gemm_gfx1250.row_tiles`, or None.
         M, N, K: Sizes; K counts elements. M is unused with `rows`, K with `depth`.
         stride_a, stride_b, stride_sa, stride_sb: Elements between neighbours of the outer dimension; of fp32 scales 1 or 0.
         stride_bg, stride_sbg, stride_cg: Elements between groups of b, its scales and c.
@@ -370,12 +386,12 @@ def gemm_gfx1250_kernel(
     C = (c_ptr, stride_c, stride_cg, staging)
 
     if P.GROUPED == "rows":
-        total = rows_tiles(offsets_ptr, N, P)
+        total = gl.load(tiles_ptr + P.GROUPS) * gl.cdiv(N, P.BN)
     else:
         total = gl.cdiv(M, P.BM) * gl.cdiv(N, P.BN) * P.GROUPS
     step = gl.num_programs(0)
     first_tile = gl.program_id(0)
-    place = _place(first_tile, total, offsets_ptr, M, N, K, P)
+    place = _place(first_tile, total, offsets_ptr, tiles_ptr, M, N, K, P)
     source = _source(A, B, place, P)
     for i in gl.static_range(P.STAGES):
         _fetch_stage(A, B, source, i * P.BK, i, P)
@@ -385,11 +401,11 @@ def gemm_gfx1250_kernel(
     x = _left(A, slot, 0, 0, P)
     y = _right(B, slot, 0, P)
     for tile in range(first_tile, total, step):
-        place_after = _place(tile + step, total, offsets_ptr, M, N, K, P)
+        place_after = _place(tile + step, total, offsets_ptr, tiles_ptr, M, N, K, P)
         source_after = _source(A, B, place_after, P)
         stages = _stages(place[4], P)
         acc = ()
-        for i in gl.static_range(SLABS):
+        for _ in gl.static_range(SLABS):
             acc = acc + (gl.zeros([P.SLAB, P.BN], gl.float32, wmma_layouts(P)[0]),)
         for k in range(stages):
             next_slot = gl.where(slot == P.STAGES - 1, 0, slot + 1)
@@ -419,4 +435,5 @@ def gemm_gfx1250_kernel(
         _store_tile(acc, C, place, N, a_scale, b_scale, bias_ptr, stride_sa, stride_sb, P)
         place = place_after
         source = source_after
+    _wait_stage(0, P)
     tdm.async_wait(0)

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+LDS_BYTES = 320 * 1024
+"""LDS of one work-group, all of a compute unit's."""
+SCRATCH_BYTES = 1536
+"""Kept for what the compiler puts into LDS itself: epilogue vectors that change layout."""
+_PAD_BYTES = 16
+
 
 class GemmPlan(NamedTuple):
     """Compile-time choices of one kernel.
@@ -14,8 +20,8 @@ class GemmPlan(NamedTuple):
         MX: Every 32 elements along the contraction share an E8M0 scale, applied by the WMMA.
         ROW_SCALE: fp32 scales of whole rows (or of the whole operand), applied at the end.
         ACCUMULATE: The product is added to the fp32 output.
-        GROUPED: `none`; `rows`: groups are stretches of a's rows, each with its own b; `depth`: stretches of the contraction, each
-            with its own output.
+        GROUPED: `none`; `rows`: groups are stretches of a's rows, each with its own b; `depth`: stretches of the contraction,
+            each with its own output.
         GROUPS: Number of groups.
         GROUPS_POW2: The next power of two.
         BM, BN, BK: Tile; BM may be a sum of pieces.
@@ -24,7 +30,8 @@ class GemmPlan(NamedTuple):
         STAGES: Tiles of the contraction in LDS.
         STAGING: Slabs of the output in LDS.
         TDM: Tiles by the tensor data mover; off (ablation), by pointer copies.
-        TRANSPOSE_LOAD: Row-contiguous operands by transpose loads; off (ablation), transposed through LDS by plain loads and stores.
+        EVEN_K: For pointer copies: the contraction is a whole number of stages, at least STAGES.
+        TRANSPOSE_LOAD: Row-contiguous operands by transpose loads; off (ablation), transposed through LDS.
     """
 
     A: str = "bf16"
@@ -45,4 +52,77 @@ class GemmPlan(NamedTuple):
     STAGES: int = 3
     STAGING: int = 2
     TDM: bool = True
+    EVEN_K: bool = False
     TRANSPOSE_LOAD: bool = True
+
+
+class Tile(NamedTuple):
+    """The tile of a plan, and how much of the time its loop needs is spent multiplying (static estimate, see docs/amd.md)."""
+
+    BM: int
+    BN: int
+    BK: int
+    PIECE: int
+    SLAB: int
+    STAGES: int
+    share: float
+
+
+_SIXTEEN_BITS = (Tile(256, 256, 64, 256, 64, 3, 1.0), Tile(128, 128, 64, 128, 64, 4, 1.0))
+_EIGHT_BITS = (Tile(256, 256, 128, 256, 64, 3, 0.97), Tile(128, 128, 128, 128, 64, 4, 0.49))
+_FOUR_BITS = (
+    Tile(384, 256, 256, 128, 64, 3, 1.0),
+    Tile(256, 256, 256, 256, 64, 3, 0.91),
+    Tile(128, 128, 256, 128, 64, 4, 0.46),
+)
+_MIXED_BITS = (Tile(256, 256, 128, 256, 64, 3, 1.0), Tile(128, 128, 128, 128, 64, 4, 0.62))
+
+
+def tiles_for(a: str, b: str) -> tuple[Tile, ...]:
+    """Candidate tiles for a pair of elements, largest first."""
+    bits = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4}
+    if bits[a] != bits[b]:
+        return _MIXED_BITS
+    return {16: _SIXTEEN_BITS, 8: _EIGHT_BITS, 4: _FOUR_BITS}[bits[a]]
+
+
+def choose_tile(a: str, b: str, rows: int, cols: int, groups: int, programs: int) -> Tile:
+    """The tile that keeps the compute units busy best: rounds of tiles, each costing its area over the loop's share.
+
+    Args:
+        rows, cols: Of the output, or of an average group's.
+        groups: Outputs computed together.
+        programs: Compute units.
+    """
+
+    def cost(tile: Tile) -> float:
+        count = -(-rows // tile.BM) * -(-cols // tile.BN) * groups
+        return -(-count // programs) * tile.BM * tile.BN / tile.share
+
+    return min(tiles_for(a, b), key=cost)
+
+
+def lds_bytes(plan: GemmPlan, out_bytes: int) -> int:
+    """LDS a plan allocates: stages of both operands (16 bytes of padding a row), their scales, slabs of the output."""
+    total = plan.STAGING * plan.SLAB * plan.BN * out_bytes
+    for element, rows, pieces, k_inner in (
+        (plan.A, plan.PIECE, plan.BM // plan.PIECE, plan.A_K),
+        (plan.B, plan.BN, 1, plan.B_K),
+    ):
+        item = 2 if element in ("bf16", "fp16") else 1
+        depth = plan.BK // (2 if element == "e2m1" else 1)
+        outer, inner = (rows, depth) if k_inner else (depth, rows)
+        stage = outer * (inner * item + _PAD_BYTES)
+        total += plan.STAGES * pieces * (stage + (rows * plan.BK // 32 if plan.MX else 0))
+    return total
+
+
+def fitted(plan: GemmPlan, out_bytes: int) -> GemmPlan:
+    """The plan with as much staging as LDS holds, in smaller slabs if need be; stages are given up last."""
+    slab = plan.SLAB
+    for stages in range(plan.STAGES, 1, -1):
+        for rows, staging in ((slab, 2), (slab, 1), (slab // 2, 1)):
+            trial = plan._replace(SLAB=rows, STAGING=staging, STAGES=stages)
+            if lds_bytes(trial, out_bytes) + SCRATCH_BYTES <= LDS_BYTES:
+                return trial
+    raise AssertionError(f"no two stages of {plan} fit LDS")

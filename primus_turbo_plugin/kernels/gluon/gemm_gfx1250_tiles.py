@@ -56,7 +56,18 @@ def uniform(value):
 
     Divisions run on the vector unit; without this every use in the loop would fetch their result from a vector register.
     """
-    return gl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [value], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "v_readfirstlane_b32 $0, $1", "=s,v", [value], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _walk(tile, tiles_m, tiles_n):
+    """Row and column of a tile: GROUP rows side by side, column by column."""
+    first = tile // (GROUP * tiles_n) * GROUP
+    height = gl.maximum(gl.minimum(tiles_m - first, GROUP), 1)  # past the last tile there is none
+    inside = tile % (GROUP * tiles_n)
+    return first + inside % height, inside // height
 
 
 @gluon.jit
@@ -66,57 +77,32 @@ def dense_place(tile, total, M, N, K, P: gl.constexpr):
     Returns:
         Group, first row and rows of the group in a, first depth and depth of the group, row of the tile in its group, column.
     """
-    tiles_n = gl.cdiv(N, P.BN)
-    first = tile // (GROUP * tiles_n) * GROUP
-    size = gl.minimum(gl.cdiv(M, P.BM) - first, GROUP)
-    size = gl.maximum(size, 1)
-    inside = tile % (GROUP * tiles_n)
-    rows = gl.where(tile < total, M, 0)
-    m, n = (first + inside % size) * P.BM, inside // size * P.BN
-    return 0, 0, rows, 0, K, uniform(m), uniform(n)
+    i, j = _walk(tile, gl.cdiv(M, P.BM), gl.cdiv(N, P.BN))
+    return 0, 0, gl.where(tile < total, M, 0), 0, K, uniform(i * P.BM), uniform(j * P.BN)
 
 
 @gluon.jit
-def rows_place(tile, offsets_ptr, N, K, P: gl.constexpr):
-    """The same where groups (experts) are consecutive rows of a: group g has rows offsets[g] ... offsets[g + 1] - 1."""
-    group, first, rows, before, total = _find(tile, offsets_ptr, gl.cdiv(N, P.BN), P)
-    inside = tile - before
-    tiles_m = gl.maximum(gl.cdiv(rows, P.BM), 1)
-    m, n = inside % tiles_m * P.BM, inside // tiles_m * P.BN
-    return uniform(group), uniform(first), uniform(rows), 0, K, uniform(m), uniform(n)
+def rows_place(tile, total, offsets_ptr, tiles_ptr, N, K, P: gl.constexpr):
+    """The same where groups (experts) are consecutive rows of a: group g has rows offsets[g] ... offsets[g + 1] - 1.
 
-
-@gluon.jit
-def rows_tiles(offsets_ptr, N, P: gl.constexpr):
-    """Number of tiles of all groups."""
-    _, _, _, _, total = _find(0, offsets_ptr, gl.cdiv(N, P.BN), P)
-    return uniform(total)
-
-
-@gluon.jit
-def _find(tile, offsets_ptr, tiles_n, P: gl.constexpr):
-    """Group of a tile, its first row and number of rows, tiles before it, and tiles in all."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    g = gl.arange(0, P.GROUPS_POW2, layout)
-    inside = g < P.GROUPS
-    start = gl.load(offsets_ptr + g, mask=inside, other=0)
-    end = gl.load(offsets_ptr + g + 1, mask=inside, other=0)
-    tiles = (end - start + P.BM - 1) // P.BM * tiles_n
-    upto = gl.associative_scan(tiles, 0, _add)
-    passed = (upto <= tile) & inside
-    group = gl.sum(passed.to(gl.int32), 0)
-    here = g == group
-    return group, _only(start, here), _only(end - start, here), gl.sum(gl.where(passed, tiles, 0), 0), gl.sum(tiles, 0)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _only(values, here):
-    return gl.sum(gl.where(here, values, 0), 0)
+    `tiles_ptr` is `gemm_gfx1250.row_tiles`: a search here would be a loop, across which the compiler cannot count transfers: it
+    would wait for all of them in every stage.
+    """
+    tiles_m = gl.load(tiles_ptr + P.GROUPS)
+    i, j = _walk(tile, tiles_m, gl.cdiv(N, P.BN))
+    i = uniform(gl.minimum(i, gl.maximum(tiles_m, 1) - 1))
+    group = gl.minimum(gl.load(tiles_ptr + P.GROUPS + 1 + i), P.GROUPS - 1)
+    first = gl.load(offsets_ptr + group)
+    rows = gl.where(tile < total, gl.load(offsets_ptr + group + 1) - first, 0)
+    return (
+        uniform(group),
+        uniform(first),
+        uniform(rows),
+        0,
+        K,
+        uniform((i - gl.load(tiles_ptr + group)) * P.BM),
+        uniform(j * P.BN),
+    )
 
 
 @gluon.jit
