@@ -114,7 +114,7 @@ def stand_in(
 @pytest.fixture(params=["sm90", "gfx942", "gfx950"])
 def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Everything but the product itself, as on that GPU."""
-    monkeypatch.setattr(gemm_scaled, "_gpu", lambda: capabilities_of(request.param))
+    monkeypatch.setattr(gemm_scaled, "this_gpu", lambda: capabilities_of(request.param))
     monkeypatch.setattr(torch, "_scaled_mm", stand_in)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return request.param
@@ -166,7 +166,7 @@ def test_refusals_name_what_is_missing(arch) -> None:
 
 
 def test_a_gpu_without_fp8_units_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(gemm_scaled, "_gpu", lambda: capabilities_of("sm80"))
+    monkeypatch.setattr(gemm_scaled, "this_gpu", lambda: capabilities_of("sm80"))
     request = GemmRequest(device="cuda", a=fp8("rowwise"), b=fp8("rowwise"), out_dtype=torch.bfloat16)
     assert gemm_scaled.supports(request) == "sm80 has no FP8 units"
 
@@ -176,7 +176,7 @@ def test_a_build_that_refuses_the_product_is_refused_with_its_words(monkeypatch)
         raise RuntimeError("Invalid scaling configuration.\nmore")
 
     gemm_scaled._build_refusal.cache_clear()
-    monkeypatch.setattr(gemm_scaled, "_gpu", lambda: capabilities_of("sm90"))
+    monkeypatch.setattr(gemm_scaled, "this_gpu", lambda: capabilities_of("sm90"))
     monkeypatch.setattr(gemm_scaled, "gemm_nt", too_old)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     zeros = torch.zeros

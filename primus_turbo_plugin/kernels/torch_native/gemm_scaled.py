@@ -114,7 +114,7 @@ def _codes(operand: QuantizedTensor, rows: int, length: int) -> Tensor:
     data = operand.data
     if tuple(data.shape) != (rows, length):
         data = pad(data, (0, length - data.shape[1], 0, rows - data.shape[0]))
-    encoding = str(_gpu().fp8_encoding or "ocp")
+    encoding = str(this_gpu().fp8_encoding or "ocp")
     if encoding == "fnuz":
         data = to_fnuz(data, operand.spec.element_type.name)
     return data.view(_DTYPES[operand.spec.element_type.name, encoding])
@@ -128,7 +128,7 @@ def to_fnuz(codes: Tensor, element: str) -> Tensor:
 
 def _scale(operand: QuantizedTensor, rows: int, length: int, by_row: bool) -> Tensor:
     """fp32 scales in the shape and order by which `_scaled_mm` tells the kinds apart: `[1, 1]`, `[rows, 1]` or blocks."""
-    scale = operand.block_scale * 2.0 if _gpu().fp8_encoding == "fnuz" else operand.block_scale
+    scale = operand.block_scale * 2.0 if this_gpu().fp8_encoding == "fnuz" else operand.block_scale
     block_rows, block_length = operand.spec.block_shape
     if not block_length:
         if not by_row:
@@ -149,7 +149,7 @@ def supports(request: GemmRequest) -> str | None:
     blocks = (str(specs[0].block), str(specs[1].block))
     if not (set(blocks) <= set(_BY_ROW) or blocks in _BY_BLOCK):
         return f"has no product of a {blocks[0]} and a {blocks[1]} operand"
-    gpu = _gpu()
+    gpu = this_gpu()
     if gpu.fp8_encoding is None:
         return f"{gpu.arch} has no FP8 units"
     if gpu.vendor == "amd" and blocks in _BY_BLOCK:
@@ -163,7 +163,8 @@ def supports(request: GemmRequest) -> str | None:
 
 
 @functools.cache
-def _gpu() -> Capabilities:
+def this_gpu() -> Capabilities:
+    """The current GPU's row of the table of devices."""
     return detect().capabilities
 
 
