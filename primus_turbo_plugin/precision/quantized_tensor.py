@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,6 +10,7 @@ from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.precision.formats import e8m0_table, element_table
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.rotation import rotation_signs, unrotate
+from primus_turbo_plugin.precision.scale_layout import ScaleLayout, shuffle_scale, shuffled_shape, unshuffle_scale
 
 _CHUNK_ELEMENTS = 1 << 20
 """Elements dequantised at once."""
@@ -30,6 +31,8 @@ class QuantizedTensor:
         spec: How the operand is represented.
         shape: Logical (outer, contraction).
         signs_seed: Seed of the rotation's signs; meaningful only when `spec.random_signs`.
+        scale_layout: Where the scales lie: `plain`, or another layout of `precision.scale_layout` (MX only), whose shape
+            `block_scale` then has. A kernel that reads `block_scale` itself takes `plain()` or says which layout it wants.
 
     Raises:
         ShapeError: The tensors do not fit the spec and the shape.
@@ -40,6 +43,7 @@ class QuantizedTensor:
     spec: QuantSpec
     shape: tuple[int, int]
     signs_seed: int = 0
+    scale_layout: ScaleLayout = "plain"
 
     def __post_init__(self) -> None:
         if not self.spec.is_quantized:
@@ -47,7 +51,14 @@ class QuantizedTensor:
         expected_data = (self.shape[0], self.padded_contraction // self.spec.element_type.codes_per_byte)
         _require("data", self.data, expected_data, torch.uint8)
         scale_dtype = torch.uint8 if self.spec.is_mx else torch.float32
-        _require("block_scale", self.block_scale, self.spec.scale_shape(*self.shape), scale_dtype)
+        scale_shape = self.spec.scale_shape(*self.shape)
+        if self.scale_layout != "plain":
+            if not self.spec.is_mx:
+                raise ShapeError(
+                    f"QuantizedTensor: {self.scale_layout} is a layout of MX scales, got {self.spec}. Use plain."
+                )
+            scale_shape = shuffled_shape(self.outer, scale_shape[1])
+        _require("block_scale", self.block_scale, scale_shape, scale_dtype)
         if self.data.device != self.block_scale.device:
             raise ShapeError(
                 "QuantizedTensor: data and block_scale must be on one device, got "
@@ -76,11 +87,27 @@ class QuantizedTensor:
         return self.data.nbytes + self.block_scale.nbytes
 
     def scale_value(self) -> torch.Tensor:
-        """`block_scale` as fp32 factors, its shape unchanged."""
+        """Scales as fp32 factors, `spec.scale_shape(outer, contraction)`."""
+        scale = self.plain().block_scale
         if not self.spec.is_mx:
-            return self.block_scale
+            return scale
         table = e8m0_table(self.device)
-        return table.index_select(0, self.block_scale.flatten().int()).view(self.block_scale.shape)
+        return table.index_select(0, scale.flatten().int()).view(scale.shape)
+
+    def plain(self) -> QuantizedTensor:
+        """The same operand with its scales in the plain layout."""
+        return self.with_scale_layout("plain")
+
+    def with_scale_layout(self, layout: ScaleLayout) -> QuantizedTensor:
+        """The same operand with its scales in that layout; costs a pass over the scales where it has another."""
+        if layout == self.scale_layout:
+            return self
+        block_outer, (_, blocks) = self.spec.block_shape[0], self.spec.scale_shape(*self.shape)
+        if layout == "plain":
+            scale = unshuffle_scale(self.block_scale, self.outer, blocks, block_outer=block_outer)
+        else:
+            scale = shuffle_scale(self.block_scale, self.outer, block_outer=block_outer)
+        return replace(self, block_scale=scale, scale_layout=layout)
 
     def decode(self, start: int = 0, stop: int | None = None, *, scaled: bool = True) -> torch.Tensor:
         """Stored values of the rows start ... stop - 1: padding kept, still rotated. This is what a GEMM multiplies.

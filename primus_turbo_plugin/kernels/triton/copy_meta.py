@@ -24,8 +24,8 @@ class CopyMeta(NamedTuple):
         is_mx: E8M0 scales; otherwise fp32 scales.
         rceil: The RCEIL rule (a division); the other rules add `round_up` to the bits of the amax.
         round_up: See `rceil`.
-        bf16_round_up: What the rule adds to the bf16 bits of an E2M1 amax. RCEIL has one too: amax / 6 passes a power of two
-            exactly where the mantissa of amax passes 1.5.
+        bf16_round_up: What the rule adds to the bits of an amax that is a bf16 number. RCEIL has one too: amax / max passes a
+            power of two exactly where the mantissa of amax passes that of max (1.5 for E2M1, 1.75 for the FP8 elements).
         block_outer: Rows that share a scale; 0 stands for all.
         block_contraction: Elements of a row that share a scale; 0 stands for all.
         multiple: The contraction axis is padded to a multiple of this.
@@ -80,7 +80,7 @@ class CopyMeta(NamedTuple):
             is_mx=spec.is_mx,
             rceil=rceil,
             round_up=rule_adds,
-            bf16_round_up=0x3F if rceil else rule_adds >> 16,
+            bf16_round_up=_below_mantissa(element.max_value) if rceil else rule_adds >> 16,
             block_outer=block_outer,
             block_contraction=block_contraction,
             multiple=spec.contraction_multiple,
@@ -90,3 +90,8 @@ class CopyMeta(NamedTuple):
             random_signs=spec.random_signs,
             stochastic=spec.rounding == "stochastic",
         )
+
+
+def _below_mantissa(value: float) -> int:
+    """What carries out of the 7 mantissa bits of a bf16 number exactly when they exceed those of `value`."""
+    return 0x7F - int((math.frexp(value)[0] * 2 - 1) * 128)

@@ -50,3 +50,18 @@ def rotate_registers(values, LOG2_SIZE: tl.constexpr):
                 out = out + (values[i] + values[i + (1 << stage)],)
         values = out
     return values
+
+
+@triton.jit
+def rotate_stages(values, STAGES: tl.constexpr):
+    """The first STAGES butterfly stages of an unnormalised transform of a tuple of any larger power of two of tensors."""
+    N: tl.constexpr = len(values)
+    for stage in tl.static_range(STAGES):
+        out = ()
+        for i in tl.static_range(N):
+            if (i >> stage) & 1:
+                out = out + (values[i - (1 << stage)] - values[i],)
+            else:
+                out = out + (values[i] + values[i + (1 << stage)],)
+        values = out
+    return values

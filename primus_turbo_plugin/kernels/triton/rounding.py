@@ -50,22 +50,45 @@ def fp8_block_scale(amax_bits, META: tl.constexpr):
 
 
 @triton.jit
-def _philox(counter, k0, k1, c2, c3):
-    """Philox4x32-10 of (lo(counter), hi(counter), c2, c3): four uint32 tensors."""
+def divide(v, divisor, reciprocal):
+    """v / divisor, rounded to nearest even, from the correctly rounded reciprocal: one step of Markstein's correction.
+
+    Correct for every v of 8 significant bits (a bf16 number), found by trying all 2^30 pairs of significands, as long as no term
+    underflows. The signs keep that of a zero: the residual of -0 is -0.
+    """
+    quotient = v * reciprocal
+    return tl.fma(-tl.fma(quotient, divisor, -v), reciprocal, quotient)
+
+
+@triton.jit
+def philox(counter, k0, k1, c2, c3):
+    """Philox4x32-10 of (lo(counter), hi(counter), c2, c3): four uint32 tensors.
+
+    Products as 64-bit integers: one wide multiplication where `tl.philox_impl` has a high and a low one.
+    """
     x0 = (counter & 0xFFFFFFFF).to(tl.uint32)
     x1 = (counter >> 32).to(tl.uint32)
     zero = x0 & 0
     x2 = zero + c2.to(tl.uint32)
     x3 = zero + c3.to(tl.uint32)
-    key0 = zero + k0.to(tl.uint32)
-    key1 = zero + k1.to(tl.uint32)
-    return tl.philox_impl(x0, x1, x2, x3, key0, key1, 10)
+    key0 = k0.to(tl.uint32)
+    key1 = k1.to(tl.uint32)
+    for _ in tl.static_range(10):
+        p0 = x0.to(tl.uint64) * 0xD2511F53
+        p1 = x2.to(tl.uint64) * 0xCD9E8D57
+        x0 = (p1 >> 32).to(tl.uint32) ^ x1 ^ key0
+        x1 = p1.to(tl.uint32)
+        x2 = (p0 >> 32).to(tl.uint32) ^ x3 ^ key1
+        x3 = p0.to(tl.uint32)
+        key0 = key0 + 0x9E3779B9
+        key1 = key1 + 0xBB67AE85
+    return x0, x1, x2, x3
 
 
 @triton.jit
 def philox_words4(counter, k0, k1, c2, c3):
     """Words of elements 4 c, 4 c + 1, 4 c + 2, 4 c + 3 for each counter c (int64): uint32, a last axis of 4 is added."""
-    w0, w1, w2, w3 = _philox(counter, k0, k1, c2, c3)
+    w0, w1, w2, w3 = philox(counter, k0, k1, c2, c3)
     pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.reshape(pairs, counter.shape + [4])  # noqa: RUF005
 

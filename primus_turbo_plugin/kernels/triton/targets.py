@@ -19,6 +19,18 @@ def kernel_target(device_index: int) -> str:
     return "sm90" if properties.major >= 9 else "generic"
 
 
+@functools.cache
+def warp_size(device_index: int) -> int:
+    """Lanes of a warp or wave: 32, or 64 on gfx9."""
+    return int(torch.cuda.get_device_properties(device_index).warp_size)
+
+
+@functools.cache
+def shared_memory_bytes(device_index: int) -> int:
+    """Shared memory (LDS) of a multiprocessor or compute unit: 64 KiB on gfx942, 160 KiB on gfx950, 228 KiB on sm_90."""
+    return int(torch.cuda.get_device_properties(device_index).shared_memory_per_multiprocessor)
+
+
 SCALED_MATRIX_UNITS = {"gfx950": ("mxfp8", "mxfp4"), "gfx1250": ("mxfp8", "mxfp4")}
 """Architecture -> MX formats for which `dot_scaled` becomes scaled matrix instructions, both operands being MX."""
 

@@ -1,0 +1,82 @@
+"""Device functions: what is computed in front of a quantisation, from loaded words to words of bf16 (Gluon).
+
+Math      rms_norm  y = (x * rstd) * gamma, gamma = weight or 1 + weight
+          swiglu    y = silu(gate) * up, gate the first half of x's columns
+Numerics  fp32 multiplications and additions one by one (compile with enable_fp_fusion=False), y rounded to bf16 once
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from primus_turbo_plugin.kernels.triton.fp4_codes import high_half, low_half
+
+
+class FrontMeta(NamedTuple):
+    """Compile-time description of a front.
+
+    Attributes:
+        kind: `rms_norm` or `swiglu`.
+        zero_centered: gamma is 1 + weight.
+    """
+
+    kind: str
+    zero_centered: bool = False
+
+
+@gluon.jit
+def _round_to_word(low, high):
+    """Two fp32 tensors to words of two bf16."""
+    even = low.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
+    odd = high.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
+    return even | (odd << 16)
+
+
+@gluon.jit
+def _silu(g):
+    """g / (1 + exp(-g)), the steps of `precision.silu`: only multiplications, additions and integer arithmetic."""
+    t = gl.minimum(gl.maximum(g * -1.4426950408889634, -126.0), 126.0)
+    shifted = t + 12582912.0  # 1.5 * 2^23: rounds t to an integer, in the low bits
+    f = t - (shifted - 12582912.0)
+    p = f * 0.0018775767 + 0.0089893397
+    p = p * f + 0.055826318
+    p = p * f + 0.24015361
+    p = p * f + 0.69315308
+    p = p * f + 0.99999994
+    power = (((shifted.to(gl.int32, bitcast=True) - 0x4B400000) + 127) << 23).to(gl.float32, bitcast=True)
+    denominator = p * power + 1.0
+    r = (0x7EF311C7 - denominator.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+    for _ in gl.static_range(3):
+        r = r * (2.0 - denominator * r)
+    return g * r
+
+
+@gluon.jit
+def front_words(
+    place, mask, gamma_ptr, rstd_ptr, token, word, rows, cols8,
+    FRONT: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    """Words of bf16 of a tile `[tokens, words]`; zeros outside of it."""
+    if EVEN:
+        x = gl.load(place)
+    else:
+        x = gl.load(place, mask=mask, other=0)
+    if FRONT.kind == "rms_norm":
+        inside = word < cols8 * 4
+        rstd = gl.load(rstd_ptr + token, mask=token < rows, other=0.0)[:, None]
+        even = gl.load(gamma_ptr + word * 2, mask=inside, other=0.0).to(gl.float32)[None, :]
+        odd = gl.load(gamma_ptr + word * 2 + 1, mask=inside, other=0.0).to(gl.float32)[None, :]
+        if FRONT.zero_centered:
+            even = even + 1.0
+            odd = odd + 1.0
+        y = _round_to_word(low_half(x) * rstd * even, high_half(x) * rstd * odd)
+    else:
+        if EVEN:
+            up = gl.load(place + cols8 * 4)
+        else:
+            up = gl.load(place + cols8 * 4, mask=mask, other=0)
+        y = _round_to_word(_silu(low_half(x)) * low_half(up), _silu(high_half(x)) * high_half(up))
+    return y
