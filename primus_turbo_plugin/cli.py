@@ -2,6 +2,7 @@
 
 doctor     what this machine can do, what serves each op, and what is broken
 tune       find the fastest kernel configurations for a model's shapes on this GPU
+memory     what a model's linears keep for backward under a recipe, against BF16
 isa        what the compiler made of an AMD kernel
 emulate    run an AMD kernel in the functional emulator
 """
@@ -51,6 +52,7 @@ def _torch_problem() -> str | None:
 def build_parser() -> argparse.ArgumentParser:
     """The command line; an unknown subcommand is answered with those that exist."""
     from primus_turbo_plugin.amdgcn import commands as amdgcn
+    from primus_turbo_plugin.diagnostics import memory_report
     from primus_turbo_plugin.diagnostics.tune import command as tune
     from primus_turbo_plugin.precision.config_sources import add_turbo_arguments
 
@@ -75,6 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
     tune_parser = commands.add_parser("tune", help=tune.HELP, description=tune.HELP)
     tune.add_arguments(tune_parser)
     tune_parser.set_defaults(run=tune.run)
+    memory = commands.add_parser("memory", help=memory_report.HELP, description=memory_report.HELP)
+    memory_report.add_arguments(memory)
+    memory.set_defaults(run=memory_report.run)
     isa = commands.add_parser("isa", help=amdgcn.ISA_HELP, description=amdgcn.ISA_HELP)
     amdgcn.add_isa_arguments(isa)
     isa.set_defaults(run=amdgcn.run_isa)

@@ -10,6 +10,7 @@ from primus_turbo_plugin.diagnostics.inventory import Inventory
 from primus_turbo_plugin.diagnostics.serving import unserved
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.kernels.registry import KernelRegistry
+from primus_turbo_plugin.kernels.tuning.table import tuning_table
 from primus_turbo_plugin.precision.config import COMPONENTS, TurboConfig
 from primus_turbo_plugin.precision.module_plan import KernelOrders
 
@@ -45,7 +46,7 @@ def config_problems(
     config: TurboConfig, device: Device, registry: KernelRegistry, inventory: Inventory
 ) -> list[Problem]:
     """What `config` asks for and this machine lacks; empty where a training run may start."""
-    problems = list(_order_problems(config, registry))
+    problems = [*_order_problems(config, registry), *_tuning_problems(config)]
     problems += _component_problems(config, inventory)
     if not problems:
         problems += _serving_problems(config, device, registry)
@@ -73,6 +74,14 @@ def _order_problems(config: TurboConfig, registry: KernelRegistry) -> Iterator[P
                     registry.backend(op, name)
             except ConfigError as error:
                 yield Problem(where=where, what=str(error), remedy="")
+
+
+def _tuning_problems(config: TurboConfig) -> Iterator[Problem]:
+    """A tuning file that cannot be used."""
+    try:
+        tuning_table(config.tuning_file)
+    except ConfigError as error:
+        yield Problem(where="tuning_file", what=str(error), remedy="")
 
 
 def _component_problems(config: TurboConfig, inventory: Inventory) -> Iterator[Problem]:

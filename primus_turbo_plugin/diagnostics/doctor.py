@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from primus_turbo_plugin.devices import Device, detect
@@ -14,6 +14,7 @@ from primus_turbo_plugin.diagnostics.selftest import CaseResult
 from primus_turbo_plugin.diagnostics.serving import Served, format_summary, who_serves
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.kernels.registry import KernelRegistry, default_registry
+from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
 from primus_turbo_plugin.precision.config_sources import ResolvedConfig
 from primus_turbo_plugin.precision.presets import SLOTS
 
@@ -28,6 +29,7 @@ class Report:
         served: Who serves typical requests of each op.
         resolved: The configuration; None where it could not be read.
         problems: What was asked for and is broken; empty for a healthy machine.
+        tuning: The tuned configurations that apply; the shipped ones alone where the user's file cannot be used.
         selftest: Results of `--selftest`; None where it was not asked for.
     """
 
@@ -36,6 +38,7 @@ class Report:
     served: tuple[Served, ...]
     resolved: ResolvedConfig | None
     problems: tuple[Problem, ...]
+    tuning: TuningTable = field(default_factory=TuningTable)
     selftest: tuple[CaseResult, ...] | None = None
 
     @property
@@ -46,7 +49,7 @@ class Report:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is odd and not broken."""
-        return self.device.notes + (self.resolved.notes if self.resolved else ())
+        return self.device.notes + (self.resolved.notes if self.resolved else ()) + self.tuning.notes
 
     @property
     def is_healthy(self) -> bool:
@@ -76,6 +79,13 @@ class Report:
             "patches": list(self.inventory.patches),
             "ops": [{**dataclasses.asdict(row), "refusals": dict(row.refusals)} for row in self.served],
             "formats": self.formats,
+            "tuning": {
+                "file": self.tuning.source,
+                "entries": [
+                    {"origin": origin, "source": source, "count": count}
+                    for (origin, source), count in self.tuning.count(self.device.capabilities.arch).items()
+                ],
+            },
             "config": None if self.resolved is None else config_to_dict(self.resolved),
             "selftest": None if self.selftest is None else [dataclasses.asdict(result) for result in self.selftest],
         }
@@ -123,4 +133,13 @@ def examine(
         served=tuple(who_serves(registry, device, orders)),
         resolved=None if isinstance(resolved, ConfigError) else resolved,
         problems=tuple(problems),
+        tuning=_tuning(resolved),
     )
+
+
+def _tuning(resolved: ResolvedConfig | ConfigError) -> TuningTable:
+    """The table that a run would use."""
+    try:
+        return tuning_table(None if isinstance(resolved, ConfigError) else resolved.config.tuning_file)
+    except ConfigError:  # among the problems already
+        return tuning_table()

@@ -7,6 +7,7 @@ from collections import Counter
 from primus_turbo_plugin.devices import Device
 from primus_turbo_plugin.diagnostics.doctor import Report
 from primus_turbo_plugin.diagnostics.inventory import Inventory
+from primus_turbo_plugin.diagnostics.report import tuning_rows
 from primus_turbo_plugin.diagnostics.selftest import CaseResult
 from primus_turbo_plugin.diagnostics.tables import section, table
 from primus_turbo_plugin.precision.config_sources import ResolvedConfig
@@ -22,6 +23,7 @@ def render(report: Report) -> str:
         section("Software", software_rows(report.inventory)),
         section("Formats", tuple(report.formats.items())),
         section("Served by", serving_rows(report)),
+        section("Tuned configurations", tuning_rows(report.tuning, report.device)),
         section("Configuration", config_rows(report.resolved) if report.resolved else ()),
         section("Environment", [(f"{name}={value}", meaning) for name, value, meaning in report.inventory.variables]),
         section("Notes", [("-", note) for note in report.notes]),

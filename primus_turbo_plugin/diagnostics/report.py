@@ -14,6 +14,7 @@ from primus_turbo_plugin.devices import Device, detect
 from primus_turbo_plugin.diagnostics.serving import Served, format_summary, who_serves
 from primus_turbo_plugin.diagnostics.tables import ranges, section
 from primus_turbo_plugin.kernels.registry import KernelRegistry, default_registry
+from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
 from primus_turbo_plugin.precision.config_sources import ResolvedConfig
 from primus_turbo_plugin.precision.module_plan import ModulePlan
 
@@ -76,6 +77,7 @@ def startup_report(
     resolved: ResolvedConfig | None = None,
     settings: Iterable[MegatronSetting] = (),
     components: Mapping[str, str] | None = None,
+    memory: Iterable[tuple[str, str]] = (),
     device: Device | None = None,
     registry: KernelRegistry | None = None,
 ) -> str:
@@ -86,6 +88,7 @@ def startup_report(
         resolved: The configuration, for its notes and kernel orders.
         settings: What became of Megatron's own settings.
         components: Component -> who provides it, where that is worth a line (`attention` -> `megatron`).
+        memory: What the linears keep for backward (`memory_report.startup_rows`).
         device, registry: Stand-ins for the machine's own.
     """
     device = detect() if device is None else device
@@ -93,13 +96,16 @@ def startup_report(
     plans = list(plans)
     served = who_serves(registry, device, resolved.config.kernels if resolved else None)
     rows = [(row.modules, row.layers or "-", row.recipe, row.reason) for row in precision_rows(plans)]
-    notes = device.notes + (resolved.notes if resolved else ())
+    tuning = tuning_table(resolved.config.tuning_file if resolved else None)
+    notes = device.notes + (resolved.notes if resolved else ()) + tuning.notes
     blocks = [
         section("primus-turbo: device", [(device.name, f"{device.capabilities.arch}, {device.count} visible")]),
         section("primus-turbo: formats", [*format_summary(device, _used(served, plans)).items()]),
         section("primus-turbo: kernels", kernel_rows(served)),
         section("primus-turbo: components", [*(components or {}).items()]),
         section("primus-turbo: precision", [("module", "layers", "recipe", "decided by"), *rows] if rows else ()),
+        section("primus-turbo: kept for backward by linears (predicted)", memory),
+        section("primus-turbo: tuned configurations", tuning_rows(tuning, device)),
         section(
             "primus-turbo: Megatron's settings",
             [(item.outcome, f"{item.name} = {item.value}", item.note) for item in settings],
@@ -107,6 +113,18 @@ def startup_report(
         section("primus-turbo: notes", [("-", note) for note in notes]),
     ]
     return "\n".join(line for block in blocks for line in block)
+
+
+def tuning_rows(table: TuningTable, device: Device) -> list[tuple[str, str]]:
+    """How many tuned configurations there are for this device, and what serves the other cases."""
+    arch = device.capabilities.arch
+    if arch == "cpu":
+        return []
+    counts = table.count(arch)
+    rows = [(origin, f"{count} {source}") for (origin, source), count in counts.items()]
+    if not any(source == "measured" for _, source in counts):
+        rows.append(("-", f"none measured on {arch}: kernels run in configurations chosen by rule (primus-turbo tune)"))
+    return rows
 
 
 def kernel_rows(served: Iterable[Served]) -> list[tuple[str, str]]:

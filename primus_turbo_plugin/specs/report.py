@@ -13,6 +13,7 @@ from primus_turbo_plugin.functional.context_parallel import DESCRIPTIONS, Algori
 from primus_turbo_plugin.precision.config import COMPONENTS, TurboConfig
 from primus_turbo_plugin.precision.config_sources import ResolvedConfig
 from primus_turbo_plugin.precision.module_plan import ModulePlan
+from primus_turbo_plugin.specs.memory import memory_rows
 from primus_turbo_plugin.specs.provider import LINEAR_CLASSES
 from primus_turbo_plugin.specs.settings import megatron_recipe
 
@@ -28,7 +29,9 @@ def print_report(config: Any, turbo: TurboConfig, plans: Iterable[ModulePlan], r
     """
     components = {component: getattr(turbo, component) for component in COMPONENTS}
     settings = honoured_settings(config, turbo)
-    print_once(startup_report(plans, resolved=resolved, settings=settings, components=components))
+    plans = list(plans)
+    memory = memory_rows(config, plans)
+    print_once(startup_report(plans, resolved=resolved, settings=settings, components=components, memory=memory))
 
 
 def plans_of(model: torch.nn.Module) -> list[ModulePlan]:

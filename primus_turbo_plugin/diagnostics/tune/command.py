@@ -10,6 +10,7 @@ from typing import Any
 
 from primus_turbo_plugin.devices import Device, detect
 from primus_turbo_plugin.devices.capabilities import CAPABILITIES
+from primus_turbo_plugin.diagnostics.model_sizes import LinearSizes, add_size_arguments, linears_of, sizes_of_arguments
 from primus_turbo_plugin.diagnostics.tune.gemm_tasks import (
     FORMATS,
     GEMMS,
@@ -18,14 +19,6 @@ from primus_turbo_plugin.diagnostics.tune.gemm_tasks import (
     distinct,
     linear_tasks,
     shape_tasks,
-)
-from primus_turbo_plugin.diagnostics.tune.models import (
-    MODELS,
-    LinearSizes,
-    ModelSizes,
-    linears_of,
-    model_sizes,
-    override,
 )
 from primus_turbo_plugin.diagnostics.tune.report import backend_advice, dry_lines, entry_of, outcome_lines
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
@@ -49,20 +42,7 @@ _UNITS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304, "gfx950": 256}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tune`."""
     what = parser.add_argument_group("what to tune")
-    what.add_argument("--model", metavar="NAME", help=f"a model's linears: {', '.join(MODELS)}")
-    for name, meaning in (
-        ("hidden", "width of the residual stream"),
-        ("ffn", "width of the MLP"),
-        ("heads", "attention heads"),
-        ("groups", "heads of keys and values"),
-        ("head-dim", "width of a head"),
-    ):
-        what.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}; of --model where left out")
-    what.add_argument("--no-gate", action="store_true", help="fc1 has no gate projection")
-    what.add_argument(
-        "--tokens", type=int, default=8192, metavar="N", help="tokens a GEMM sees: a microbatch's (%(default)s)"
-    )
-    what.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (%(default)s)")
+    add_size_arguments(what)
     what.add_argument("--precisions", metavar="LIST", help="recipes, 'bf16,mxfp4'; default: those of the configuration")
     what.add_argument("--gemms", default=",".join(GEMMS), metavar="LIST", help="of %(default)s")
     what.add_argument("--shapes", nargs="+", metavar="M,N,K", help="products as they are, instead of a model")
@@ -135,7 +115,7 @@ def tasks_of(args: argparse.Namespace, config: TurboConfig) -> list[GemmTask]:
             raise ConfigError("--shapes: products as they are written; leave --model and --precisions out.")
         layouts = [check_choice("--layouts", name, LAYOUTS) for name in _list(args.layouts)]
         return list(shape_tasks(args.shapes, _list(args.formats), layouts, accumulate=args.accumulate))  # type: ignore[arg-type]
-    sizes = _sizes(args)
+    sizes = sizes_of_arguments(args)
     if args.tokens < 1 or args.tp < 1:
         raise ConfigError(f"--tokens and --tp must be at least 1; got {args.tokens} and {args.tp}.")
     gemms = [check_choice("--gemms", name, GEMMS) for name in _list(args.gemms)]
@@ -145,14 +125,6 @@ def tasks_of(args: argparse.Namespace, config: TurboConfig) -> list[GemmTask]:
         precisions = _precisions(args, config, linear, sizes.num_layers)
         tasks += linear_tasks(label, [linear], precisions, tokens=args.tokens, gemms=gemms)
     return tasks
-
-
-def _sizes(args: argparse.Namespace) -> ModelSizes:
-    base = model_sizes(args.model) if args.model else None
-    gated = False if args.no_gate else None
-    return override(
-        base, hidden=args.hidden, ffn=args.ffn, heads=args.heads, groups=args.groups, head_dim=args.head_dim, gated=gated
-    )  # fmt: skip
 
 
 def _precisions(

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from primus_turbo_plugin.diagnostics.tune.models import LinearSizes
+from primus_turbo_plugin.diagnostics.model_sizes import LinearSizes
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.kernels.requests import GemmRequest
 from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, OperandKey

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from primus_turbo_plugin.diagnostics.model_sizes import MODELS, linears_of, model_sizes, override
 from primus_turbo_plugin.diagnostics.tune.gemm_tasks import (
     FORMATS,
     LAYOUTS,
@@ -14,7 +15,6 @@ from primus_turbo_plugin.diagnostics.tune.gemm_tasks import (
     linear_tasks,
     shape_tasks,
 )
-from primus_turbo_plugin.diagnostics.tune.models import MODELS, linears_of, model_sizes, override
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.functional.linear import linear
 from primus_turbo_plugin.functional.linear_kernels import LinearKernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -124,3 +125,30 @@ def override(sizes: ModelSizes | None, **given: int | bool | None) -> ModelSizes
     values.setdefault("head_dim", values["hidden"] // values["heads"])
     values.setdefault("num_layers", 1)
     return ModelSizes(**values)  # type: ignore[arg-type]
+
+
+def add_size_arguments(group: argparse._ActionsContainer) -> None:
+    """Arguments that describe a model and a microbatch."""
+    group.add_argument("--model", metavar="NAME", help=f"a model's linears: {', '.join(MODELS)}")
+    for name, meaning in (
+        ("hidden", "width of the residual stream"),
+        ("ffn", "width of the MLP"),
+        ("heads", "attention heads"),
+        ("groups", "heads of keys and values"),
+        ("head-dim", "width of a head"),
+    ):
+        group.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}; of --model where left out")
+    group.add_argument("--no-gate", action="store_true", help="fc1 has no gate projection")
+    group.add_argument("--tokens", type=int, default=8192, metavar="N", help="tokens of a microbatch (%(default)s)")
+    group.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (%(default)s)")
+
+
+def sizes_of_arguments(args: argparse.Namespace, **others: int | None) -> ModelSizes:
+    """The model that these arguments describe.
+
+    Raises:
+        ConfigError: As `model_sizes` and `override`.
+    """
+    base = model_sizes(args.model) if args.model else None
+    given = {name: getattr(args, name) for name in ("hidden", "ffn", "heads", "groups", "head_dim")}
+    return override(base, **given, **others, gated=False if args.no_gate else None)
