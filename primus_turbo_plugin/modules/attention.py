@@ -19,6 +19,7 @@ from torch import Tensor
 from primus_turbo_plugin.errors import ConfigError, ShapeError, UnsupportedError
 from primus_turbo_plugin.functional.attention import attention
 from primus_turbo_plugin.functional.context_parallel import ContextParallel
+from primus_turbo_plugin.functional.own_storage import in_own_storage
 from primus_turbo_plugin.kernels.attention import AttentionMask, Dropout, Packing
 from primus_turbo_plugin.modules.attention_settings import CAUSAL, PADDING, read_settings
 from primus_turbo_plugin.modules.context_parallel import context_parallel, for_batch
@@ -158,6 +159,8 @@ class TurboDotProductAttention(MegatronModule):
         if packed_seq_params is not None and packing is None and mask_type in PADDING:
             masked = _either(masked, _behind(packed_seq_params.cu_seqlens_kv, key.shape[0] * size))
         mask = AttentionMask(causal=mask_type in CAUSAL, window=self.settings.window, masked=masked, packing=packing)
+        if not (self.config.qk_layernorm or self.config.qk_l2_norm):  # their norms keep qkv's output in any case
+            value = in_own_storage(value, query, key)
         out = attention(
             query,
             key,

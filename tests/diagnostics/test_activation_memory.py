@@ -128,6 +128,16 @@ def test_no_bf16_copy_of_a_quantised_input_is_kept(rank_info: RankInfo) -> None:
     assert len(codes) == LAYERS * 4 * 2, "codes and scales of each weight's columnwise copy"
 
 
+@pytest.mark.megatron
+@ranks(world_size=1, megatron=True)
+def test_attention_keeps_no_more_than_its_tensors(rank_info: RankInfo) -> None:
+    """Values are a view into qkv's output, which nothing else needs once queries and keys are rotated."""
+    kept, _ = _measure({}, tp=1, sequence_parallel=False)
+    saved = kept.of("core_attention")
+    assert len(saved) == LAYERS * 5, "q, k, v, output, log-sum-exp"
+    assert all(item.nbytes == item.seen_bytes for item in saved)
+
+
 def test_quantised_input_of_proj_costs_what_attention_keeps_anyway() -> None:
     """An honest figure: BF16 shares attention's output, a quantised copy comes on top."""
     proj = linears_of(SIZES)[1]
