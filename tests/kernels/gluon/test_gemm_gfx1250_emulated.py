@@ -1,6 +1,6 @@
 """The gfx1250 GEMMs compiled and emulated against float64, with deferred transfers and race checks, and held to ISA gates.
 
-Nothing here was measured or has run on hardware. The mutants show that a missing wait, barrier, lane map or bound would be noticed.
+Nothing here was measured or has run on hardware. The mutants show that a missing wait, barrier, lane map or bound is noticed.
 """
 
 from __future__ import annotations
