@@ -179,6 +179,7 @@ def attention_dkdv_kernel(
     stride_dvp, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
     stride_mb, stride_mh, stride_mq, stride_mk,
     META: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FUSE_DQ: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: batch * groups * splits * slots. The heads of a group are shared out over `splits` programs, each with a part
     of its own in dk and dv (strides `p`), for the caller to sum."""
@@ -288,7 +289,7 @@ def attention_dkdv_kernel(
             first_key, first_key + BLOCK_N, position, q_len, k_len, left, right, META, BLOCK_M
         )
         if META.has_right or META.masked:
-            for first in range(low, full_low, BLOCK_M):
+            for first in tl.range(low, full_low, BLOCK_M, num_stages=MASKED_STAGES):
                 dk0, dk1, dvalues = _dkdv_block(
                     dk0, dk1, dvalues, k0, k1, values, q_here, q_desc, q_desc1, g_here, dout_desc, dq_here, lse2 + line,
                     delta + line, masked_here, q_places, column_words, query_word, threshold, keep_scale, natural,
@@ -303,7 +304,7 @@ def attention_dkdv_kernel(
                     batch, head, q_start, q_len, k_len, position, first, keys, left, right, scale, softcap,
                     stride_qs, stride_qd, stride_gs, stride_gd, stride_dqs, stride_mq, META, BLOCK_M, BLOCK_N, FUSE_DQ, False,
                 )  # fmt: skip
-        for first in range(full_high, high, BLOCK_M):
+        for first in tl.range(full_high, high, BLOCK_M, num_stages=MASKED_STAGES):
             dk0, dk1, dvalues = _dkdv_block(
                 dk0, dk1, dvalues, k0, k1, values, q_here, q_desc, q_desc1, g_here, dout_desc, dq_here, lse2 + line,
                 delta + line, masked_here, q_places, column_words, query_word, threshold, keep_scale, natural,
@@ -410,7 +411,7 @@ def attention_dq_kernel(
     stride_gb, stride_gs, stride_gh, stride_gd,
     stride_dqb, stride_dqs, stride_dqh, stride_dqd,
     stride_mb, stride_mh, stride_mq, stride_mk,
-    META: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    META: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_FIRST: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: batch * heads * slots."""
     program = tl.program_id(0)
@@ -479,7 +480,7 @@ def attention_dq_kernel(
     full_low = tl.minimum(full_low, high)
     full_high = tl.minimum(full_high, high)
     if META.has_left or META.masked:
-        for first_key in range(low, full_low, BLOCK_N):
+        for first_key in tl.range(low, full_low, BLOCK_N, num_stages=MASKED_STAGES):
             dq0, dq1 = _dq_block(
                 dq0, dq1, q0, q1, g, row_lse, row_delta, k, k_desc, k_desc1, v, v_desc,
     masked, k_places, row_words, word, threshold, keep_scale,
@@ -494,7 +495,7 @@ def attention_dq_kernel(
                 batch, group, k_start, k_len, q_len, first_key, queries, left, right, scale, softcap,
                 stride_ks, stride_kd, stride_vs, stride_vd, stride_mk, META, BLOCK_N, False,
             )  # fmt: skip
-    for first_key in range(full_high, high, BLOCK_N):
+    for first_key in tl.range(full_high, high, BLOCK_N, num_stages=MASKED_STAGES):
         dq0, dq1 = _dq_block(
             dq0, dq1, q0, q1, g, row_lse, row_delta, k, k_desc, k_desc1, v, v_desc,
     masked, k_places, row_words, word, threshold, keep_scale,

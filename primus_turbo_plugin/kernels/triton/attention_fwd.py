@@ -100,7 +100,7 @@ def attention_fwd_kernel(
     stride_vb, stride_vs, stride_vh, stride_vd,
     stride_ob, stride_os, stride_oh, stride_od,
     stride_mb, stride_mh, stride_mq, stride_mk,
-    META: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    META: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_FIRST: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: batch * heads * slots. `lse` is fp32 `[batch, heads, q_tokens]`; `seed` int64; packed lengths int32."""
     # Which tile: the last ones of a sequence first, under a causal mask they take longest.
@@ -166,7 +166,7 @@ def attention_fwd_kernel(
     full_low = tl.minimum(full_low, high)
     full_high = tl.minimum(full_high, high)
     if META.has_left or META.masked:
-        for first_key in range(low, full_low, BLOCK_N):
+        for first_key in tl.range(low, full_low, BLOCK_N, num_stages=MASKED_STAGES):
             maximum, total, acc = _forward_block(
                 maximum, total, acc, q0, q1, k, k_desc, k_desc1, v, v_desc, masked, k_places, row_words, word, threshold,
                 batch, group, k_start, k_len, q_len, first_key, queries, left, right, scale, softcap,
@@ -179,7 +179,7 @@ def attention_fwd_kernel(
                 batch, group, k_start, k_len, q_len, first_key, queries, left, right, scale, softcap,
                 stride_ks, stride_kd, stride_vs, stride_vd, stride_mk, META, BLOCK_N, False,
             )  # fmt: skip
-    for first_key in range(full_high, high, BLOCK_N):
+    for first_key in tl.range(full_high, high, BLOCK_N, num_stages=MASKED_STAGES):
         maximum, total, acc = _forward_block(
             maximum, total, acc, q0, q1, k, k_desc, k_desc1, v, v_desc, masked, k_places, row_words, word, threshold,
             batch, group, k_start, k_len, q_len, first_key, queries, left, right, scale, softcap,

@@ -203,6 +203,7 @@ def can_use_descriptors(*tensors: Tensor) -> bool:
 
 def _launch(kernel: Any, grid: int, args: dict[str, Any], meta: AttentionMeta, tile: Tile, **constants: Any) -> Launch:
     constants |= {"META": meta, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "HEADS_FIRST": tile.heads_first}
+    constants["MASKED_STAGES"] = tile.num_stages if meta.masked else tile.masked_stages or tile.num_stages
     return Launch(kernel, (grid,), args, constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages})
 
 

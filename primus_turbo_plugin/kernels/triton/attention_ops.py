@@ -58,7 +58,7 @@ def _backward(
     fused = None if deterministic else tiles.fused
     with _device(q):
         tma = _use_descriptors(q, k, v, dout)
-        both_ways = _arch(q) == "amd"
+        both_ways = torch.version.hip is not None
         lse2 = torch.empty_like(lse)
         launch.delta_launch(out, dout, lse, row_delta if delta is None else None, lse2).run()
         tile = fused or tiles.dkdv

@@ -17,6 +17,7 @@ class Tile(NamedTuple):
         num_warps: Of a program.
         num_stages: Of the software pipeline.
         heads_first: Whether neighbouring programs work on other heads (True) or on other tiles of one head.
+        masked_stages: As num_stages, for the loops over the few blocks that ranges mask; 0: the same.
     """
 
     block_m: int
@@ -24,6 +25,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     heads_first: bool = False
+    masked_stages: int = 0
 
 
 class Tiles(NamedTuple):
@@ -51,9 +53,20 @@ _TILES: dict[str, tuple[Tiles, ...]] = {
         Tiles(192, Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 1)),
         Tiles(256, Tile(128, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 4, 1)),
     ),
-    "amd": (
-        Tiles(128, Tile(128, 64, 4, 2), Tile(32, 128, 4, 1), Tile(128, 32, 4, 1)),
-        Tiles(256, Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    "gfx950": (
+        Tiles(64, Tile(128, 64, 4, 2), Tile(64, 128, 4, 2), Tile(128, 64, 4, 2)),
+        Tiles(128, Tile(128, 128, 4, 2), Tile(32, 128, 4, 2, masked_stages=1), Tile(128, 64, 4, 2)),
+        Tiles(192, Tile(128, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 32, 4, 2)),
+        Tiles(256, Tile(128, 64, 4, 2), Tile(32, 64, 4, 1), Tile(64, 32, 4, 2)),
+    ),
+    "gfx942": (  # 64 KiB of LDS: nothing is prefetched
+        Tiles(128, Tile(128, 64, 4, 1), Tile(32, 128, 4, 1), Tile(128, 64, 4, 1)),
+        Tiles(192, Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
+        Tiles(256, Tile(64, 64, 4, 1), Tile(32, 32, 4, 1), Tile(64, 32, 4, 1)),
+    ),
+    "gfx1250": (
+        Tiles(128, Tile(128, 64, 4, 2), Tile(32, 128, 4, 2, masked_stages=1), Tile(128, 32, 4, 2)),
+        Tiles(256, Tile(128, 64, 4, 2), Tile(32, 64, 4, 2, masked_stages=1), Tile(64, 32, 4, 2)),
     ),
     "generic": (
         Tiles(128, Tile(64, 64, 4, 2), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
@@ -66,7 +79,8 @@ _TILES: dict[str, tuple[Tiles, ...]] = {
 def architecture(device_index: int) -> str:
     """Which tiles a GPU gets."""
     if torch.version.hip is not None:
-        return "amd"
+        name = str(torch.cuda.get_device_properties(device_index).gcnArchName).split(":")[0]
+        return name if name in _TILES else "gfx942"
     return "sm90" if torch.cuda.get_device_properties(device_index).major == 9 else "generic"
 
 
