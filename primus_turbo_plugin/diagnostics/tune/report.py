@@ -72,9 +72,10 @@ def outcome_lines(
     return lines
 
 
-def _time_of(trial: Trial[Any]) -> float:
+def _time_of(trial: Trial[Any]) -> tuple[bool, float]:
+    """Finalists first: the times of the others are of another moment."""
     assert trial.sample is not None
-    return trial.sample.us
+    return trial.rough, trial.sample.us
 
 
 def failure_lines(outcome: Outcome[Any], *, verbose: bool) -> list[str]:
@@ -98,7 +99,8 @@ def _trial_row(task: GemmTask, trial: Trial[Any], *, is_default: bool) -> tuple[
     assert sample is not None
     note = f" ({trial.reason})" if trial.reason else ""
     label = trial.outcome + (", default" if is_default else "")
-    return label, _time(sample), _rate(task, sample), short(trial.config) + note
+    time = f"about {sample.us:.1f} us" if trial.rough else _time(sample)
+    return label, time, _rate(task, sample), short(trial.config) + note
 
 
 def _backend_row(task: GemmTask, name: str, found: Sample | str) -> tuple[str, ...]:

@@ -57,12 +57,14 @@ class Trial(Generic[C]):
         config: The configuration.
         outcome: `won`, `slower`, `failed` or `not tried`.
         sample: Its times; None where it was not timed.
+        rough: Whether they are of the first, rough timing: no finalist.
         reason: Why it failed, was not tried, or did not win though it was faster.
     """
 
     config: C
     outcome: str
     sample: Sample | None = None
+    rough: bool = False
     reason: str = ""
 
 
@@ -172,7 +174,7 @@ def _judge(
             trial = Trial(config=config, outcome="won", sample=sample)
         elif sample is None and index in rough:
             sample = Sample(us=rough[index], low=rough[index], high=rough[index])
-            trial = Trial(config=config, outcome="slower", sample=sample)
+            trial = Trial(config=config, outcome="slower", sample=sample, rough=True)
         elif sample is None:
             trial = Trial(config=config, outcome="not tried", reason=dead or "")
         else:
