@@ -2,6 +2,7 @@
 
 path/to/file.py           every target of the file's `isa_targets()`
 package.module            the same for an importable module
+name                      a target of this package's own kernels (`BUILT_IN`), or `all` of them
 ...:name                  one of those targets, or else a `@triton.jit` / `@gluon.jit` function of that name, whose
                           arguments then come from the command line
 kernel.amdgcn, kernel.s   assembly text
@@ -20,11 +21,15 @@ from typing import Any
 
 from primus_turbo_plugin.amdgcn.compiled import CompiledKernel
 from primus_turbo_plugin.amdgcn.compiler import compile as compile_kernel
+from primus_turbo_plugin.amdgcn.compiler import require_triton
 from primus_turbo_plugin.amdgcn.report.gate import IsaGate
 from primus_turbo_plugin.amdgcn.targets import KernelTarget
 from primus_turbo_plugin.errors import ConfigError
 
 _ASSEMBLY = (".amdgcn", ".s", ".asm")
+
+BUILT_IN = ("primus_turbo_plugin.kernels.gluon.gemm_gfx1250_targets",)
+"""Modules of this package whose targets are known by name. Imported only when a bare name is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +83,38 @@ def targets_of(module: ModuleType) -> dict[str, KernelTarget]:
     return found
 
 
+def is_bare_name(where: str) -> bool:
+    """Whether this can only be the name of a built-in target: neither a path, nor a module, nor one of their targets."""
+    return where.isidentifier() and importlib.util.find_spec(where) is None
+
+
+def built_in_targets() -> dict[str, KernelTarget]:
+    """The targets of this package's own kernels, by name.
+
+    Raises:
+        UnsupportedError: Triton, which the kernels are written in, is missing.
+    """
+    require_triton()
+    found: dict[str, KernelTarget] = {}
+    for name in BUILT_IN:
+        found |= targets_of(importlib.import_module(name))
+    return found
+
+
 def find_targets(where: str) -> list[KernelTarget]:
     """The targets a command line names, for commands that need targets.
 
     Raises:
         ConfigError: None is found.
     """
+    if is_bare_name(where):
+        known = built_in_targets()
+        if where == "all":
+            return list(known.values())
+        if where not in known:
+            names = ", ".join(known)
+            raise ConfigError(f"amdgcn: no module and no built-in target {where!r}. Built-in targets: {names}.")
+        return [known[where]]
     module_name, _, name = where.partition(":")
     targets = targets_of(load_module(module_name))
     if not name:
@@ -111,9 +142,9 @@ def find_kernels(
         text = Path(where).read_text()
         return [NamedKernel(Path(where).name, CompiledKernel.from_assembly(text, arch=archs[0] if archs else None))]
     module_name, _, name = where.partition(":")
-    module = load_module(module_name)
-    targets = targets_of(module)
-    if name and name not in targets:
+    module = None if is_bare_name(where) else load_module(module_name)
+    targets = {} if module is None else targets_of(module)
+    if module is not None and name and name not in targets:
         kernel = getattr(module, name, None)
         if kernel is None or not hasattr(kernel, "fn"):
             known = ", ".join(targets) or "none"

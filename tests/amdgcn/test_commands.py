@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,15 @@ class TestWithTriton:
     def test_a_target_that_does_not_exist_is_an_error_that_lists_those_that_do(self) -> None:
         with pytest.raises(ConfigError, match="it has vector_add, arithmetic"):
             emulate(f"{HERE / 'elementwise.py'}:nothing")
+
+    def test_the_packages_own_kernels_are_known_by_name(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert isa("gfx1250_fp16_nt_small") == 0
+        printed = capsys.readouterr().out
+        assert "gate             passes" in printed
+        assert "tensor_load_to_lds x2" in printed
+        assert emulate("gfx1250_fp16_nt_small", "--seed", "3") == 0
+
+    @pytest.mark.parametrize("command", [isa, emulate])
+    def test_an_unknown_bare_name_lists_the_known_ones(self, command: Callable[..., int]) -> None:
+        with pytest.raises(ConfigError, match=r"no built-in target 'gfx1250_bf17'.*gfx1250_bf16_nt, "):
+            command("gfx1250_bf17")
