@@ -8,9 +8,7 @@ counts as compute too. `primus-turbo trace` turns on tracing through the environ
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,7 +22,10 @@ from primus_turbo_plugin.communication.schedules.program import COMPUTE
 from primus_turbo_plugin.errors import ConfigError
 
 VARIABLE = "PRIMUS_TURBO_TRACE"
-"""FOLDER or FOLDER:FIRST-LAST: trace optimizer steps FIRST to LAST (from 1) into the folder, one file a rank."""
+"""FOLDER or FOLDER:FIRST-LAST: trace optimizer steps FIRST to LAST (from 1) into the folder, one file a rank.
+
+Read by the entry points, which hand its value to `trace_from_now_on`.
+"""
 
 Mark = Callable[[], float]
 """When something happened, in ms since the epoch; to be asked when all work is done."""
@@ -161,15 +162,22 @@ def host_mark() -> Mark:
     return lambda: now
 
 
-@functools.cache
-def tracer_from_environment() -> Tracer | None:
-    """The process's tracer, if `primus-turbo trace` has asked for one; read once.
+_CURRENT: list[Tracer] = []
+
+
+def trace_from_now_on(value: str) -> None:
+    """Makes the process's tracer, once; entry points pass the variable's value.
 
     Raises:
-        ConfigError: The variable is malformed.
+        ConfigError: The value is malformed.
     """
-    value = os.environ.get(VARIABLE)
-    return None if not value else parse(value)
+    if not _CURRENT:
+        _CURRENT.append(parse(value))
+
+
+def current_tracer() -> Tracer | None:
+    """The process's tracer, if there is one."""
+    return _CURRENT[0] if _CURRENT else None
 
 
 def parse(value: str) -> Tracer:

@@ -78,6 +78,7 @@ class TurboColumnParallelLinear(TurboLinearMixin, ColumnParallelLinear):
             tp_group=tensor_parallel_group(tp_group, keywords, is_expert=is_expert),
         )
         self.config = config
+        self.tp_comm_buffer_name = tp_comm_buffer_name
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         self.setup_turbo(plan, in_features=input_size, out_features=output_size, split="out")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from primus_turbo_plugin.communication.collectives import group_size
+from primus_turbo_plugin.communication.opening import note_not_overlapped, overlap_of
 from primus_turbo_plugin.errors import ConfigError, ShapeError, UnsupportedError
 from primus_turbo_plugin.functional.autocast import compute_dtype
 from primus_turbo_plugin.functional.linear import linear
-from primus_turbo_plugin.functional.linear_call import LinearCall, Rounding, TensorParallel
+from primus_turbo_plugin.functional.linear_call import LinearCall, OverlapUse, Rounding, TensorParallel
 from primus_turbo_plugin.functional.linear_kernels import LinearKernels
 from primus_turbo_plugin.functional.weight_cache import WeightCache
 from primus_turbo_plugin.functional.wgrad import WgradQueue
@@ -35,6 +37,7 @@ class TurboLinearMixin:
     Attributes:
         plan: What the module runs.
         path: Its name in messages.
+        tp_comm_buffer_name: Megatron's name for layers of this kind: qkv, proj, fc1, fc2.
     """
 
     # Of the torch.nn.Module and the Megatron linear it is mixed into.
@@ -43,6 +46,7 @@ class TurboLinearMixin:
     tp_group: Any
     training: bool
     gradient_accumulation_fusion: bool
+    tp_comm_buffer_name: str | None = None
 
     def setup_turbo(
         self, plan: ModulePlan | None, in_features: int, out_features: int, *, split: Literal["in", "out"] | None
@@ -105,6 +109,7 @@ class TurboLinearMixin:
             plan=self.plan,
             kernels=self._select_kernels(x, weight, fused=sink is not None),
             parallel=parallel,
+            overlap=self._overlap_use(parallel, x.device),
             sink=sink,
             delay=partial(self._delay, weight, sink) if self.config.delay_wgrad_compute else None,
             defer=None if defer is None else lambda dy: defer(dy.reshape(first, *leading, dy.shape[-1])),
@@ -115,6 +120,28 @@ class TurboLinearMixin:
         y = linear(x if x.dim() == 2 else x.flatten(0, -2), weight, bias, call)
         self._first_microbatch = False
         return y.view(first, *leading, y.shape[-1])
+
+    def _overlap_use(self, parallel: TensorParallel, device: torch.device) -> OverlapUse | None:
+        """Which collectives of this layer run under its GEMMs, as the plan says; None where there are none to hide."""
+        chosen = self.plan.communication
+        if not chosen.tp_overlap or not (parallel.gathers_input or parallel.scatters_output):
+            return None
+        if self.tp_comm_buffer_name in chosen.except_for:
+            return None
+        assert parallel.group is not None
+        return OverlapUse(
+            overlap=overlap_of(parallel.group, device, chosen),
+            gather=chosen.gather,
+            scatter=chosen.scatter,
+            bulk_gather=chosen.bulk_gather,
+            bulk_scatter=chosen.bulk_scatter,
+            scatter_dgrad=chosen.scatter_dgrad,
+            note=self._note_not_overlapped,
+        )
+
+    def _note_not_overlapped(self, what: str, why: str) -> None:
+        """Once for layers that differ in nothing but their number."""
+        note_not_overlapped(f"{what} of {re.sub(r'[.]layers[.][0-9]+[.]', '.layers.*.', self.path)}", why)
 
     def _check_sequence(self, x: Tensor, parallel: TensorParallel) -> None:
         if parallel.scatters_output and x.shape[0] % parallel.size:

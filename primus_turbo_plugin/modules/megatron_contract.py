@@ -24,7 +24,7 @@ REFUSED_KEYWORDS: Mapping[str, str] = {
 _REFUSED_SETTINGS: Mapping[str, str] = {
     "fp8": "the module was given no plan that answers it. Build it from gpt_layer_spec(config, turbo), or leave fp8 unset",
     "fp4": "the module was given no plan that answers it. Build it from gpt_layer_spec(config, turbo), or leave fp4 unset",
-    "tp_comm_overlap": "overlap of tensor-parallel collectives is not implemented in turbo linears. Leave it off",
+    "tp_comm_overlap": "the module has no plan that answers it. Build it from gpt_layer_spec(config, turbo), or leave it off",
     "cpu_offloading": "offloading of activations is not implemented in turbo linears. Leave it off",
     "symmetric_ar_type": REFUSED_KEYWORDS["symmetric_ar_type"],
 }
@@ -71,7 +71,8 @@ def check_settings(where: str, config: Any, plan: ModulePlan | None, *, tensor_p
     """
     for name, why in _REFUSED_SETTINGS.items():
         value = getattr(config, name, None)  # a bare ModelParallelConfig has not all of them
-        weighed = plan is not None if name in ("fp8", "fp4") else name == "tp_comm_overlap" and not tensor_parallel
+        weighed = plan is not None and name in ("fp8", "fp4", "tp_comm_overlap")
+        weighed = weighed or (name == "tp_comm_overlap" and not tensor_parallel)
         if value and not weighed:
             raise UnsupportedError(f"{where}: {name}={value!r}: {why}.")
 

@@ -70,6 +70,7 @@ class TurboRowParallelLinear(TurboLinearMixin, RowParallelLinear):
             tp_group=tensor_parallel_group(tp_group, keywords, is_expert=is_expert),
         )
         self.config = config
+        self.tp_comm_buffer_name = tp_comm_buffer_name
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         if self.explicit_expert_comm and not skip_bias_add:
             raise ConfigError(

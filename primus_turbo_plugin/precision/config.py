@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from primus_turbo_plugin.errors import ConfigError
+from primus_turbo_plugin.precision.communication import Communication
 from primus_turbo_plugin.precision.config_file import parse_yaml, read_yaml
 from primus_turbo_plugin.precision.module_plan import KernelOrders, ModulePlan
 from primus_turbo_plugin.precision.recipe import PADDINGS, Padding, Recipe
@@ -99,6 +100,7 @@ class TurboConfig:
         padding: `pad` (exact) or `refuse` contractions that are no multiple of the block.
         signs_seed: Seed of random rotation signs.
         rounding_seed: Seed of stochastic rounding.
+        communication: Which collectives run under GEMMs, and by which transport.
 
     Raises:
         ConfigError: A value is impossible or contradicts another; names the key, the value and the remedy.
@@ -116,6 +118,7 @@ class TurboConfig:
     padding: Padding = "pad"
     signs_seed: int = 0
     rounding_seed: int = 0
+    communication: Communication = field(default_factory=Communication)
 
     def __post_init__(self) -> None:
         for component in COMPONENTS:
@@ -159,6 +162,8 @@ class TurboConfig:
                 given["precision"] = Recipe.from_value(given["precision"])
             if "kernels" in given:
                 given["kernels"] = KernelOrders.from_value(given["kernels"])
+            if "communication" in given:
+                given["communication"] = Communication.from_value(given["communication"])
             if "modules" in given:
                 given["modules"] = _modules(given["modules"])
             return cls(**given)
@@ -176,6 +181,7 @@ class TurboConfig:
         plain["precision"] = self.precision.to_value()
         plain["modules"] = {override.pattern: override.to_value() for override in self.modules}
         plain["kernels"] = self.kernels.to_value()
+        plain["communication"] = self.communication.to_value()
         return {key: value for key, value in plain.items() if value not in ({}, [], None)}
 
     def to_yaml(self) -> str:
@@ -229,6 +235,7 @@ class TurboConfig:
             recipe=recipe.name,
             reason=reason,
             layer_number=layer_number,
+            communication=self.communication,
         )
 
     def _pinned_by(self, path: str, layer_number: int | None, num_layers: int | None) -> str | None:

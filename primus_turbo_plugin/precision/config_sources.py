@@ -29,6 +29,7 @@ from primus_turbo_plugin.precision.recipe import PADDINGS
 
 #: Environment variables of this package -> meaning.
 VARIABLES: Mapping[str, str] = {
+    "PRIMUS_TURBO_TRACE": "folder (and steps) for a trace of the collectives; `primus-turbo trace` sets it",
     "PRIMUS_TURBO_CONFIG": "path of a YAML configuration file",
     "PRIMUS_TURBO_TUNING": "path of a file of tuned kernel configurations",
 }
@@ -43,11 +44,15 @@ class ResolvedConfig:
         config: The result.
         origins: (key, where it was set) for every key that was set, as `--turbo-precision` or a file's name.
         notes: What a user should know: settings that gave way to stronger ones, variables that are not ours.
+        trace: Value of PRIMUS_TURBO_TRACE, if it is set.
+        one_hardware_queue: Whether CUDA_DEVICE_MAX_CONNECTIONS=1 lets copies and GEMMs run one after the other only.
     """
 
     config: TurboConfig
     origins: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    trace: str | None = None
+    one_hardware_queue: bool = False
 
 
 def add_turbo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -79,6 +84,11 @@ def add_turbo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     )
     group.add_argument("--turbo-signs-seed", metavar="N", type=int, help="seed of random rotation signs")
     group.add_argument("--turbo-rounding-seed", metavar="N", type=int, help="seed of stochastic rounding")
+    group.add_argument(
+        "--turbo-communication",
+        metavar="YAML",
+        help="overlap of collectives with GEMMs: true, false, or a YAML mapping: '{tp_overlap: true, transport: sdma}'",
+    )
     return parser
 
 
@@ -102,7 +112,7 @@ def _flag_value(key: str, value: Any) -> Any:
     """A flag's text as YAML would have held it."""
     if key == "kernels" and not set("{[") & set(value):
         return [name.strip() for name in value.split(",")]
-    if key in ("kernels", "precision"):
+    if key in ("kernels", "precision", "communication"):
         return parse_yaml(value, flag_of(key))
     return value
 
@@ -178,7 +188,13 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
     except ConfigError as error:
         raise ConfigError(f"{' with '.join(dict.fromkeys(origins.values()))}: {error}") from error
     notes += _idle_settings(config)
-    return ResolvedConfig(config=config, origins=tuple(sorted(origins.items())), notes=tuple(notes))
+    return ResolvedConfig(
+        config=config,
+        origins=tuple(sorted(origins.items())),
+        notes=tuple(notes),
+        trace=environ.get("PRIMUS_TURBO_TRACE") or None,
+        one_hardware_queue=environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1",
+    )
 
 
 def _tuning_of_variable(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from primus_turbo_plugin.errors import ConfigError, ShapeError
+from primus_turbo_plugin.precision.communication import Communication
 from primus_turbo_plugin.precision.presets import GEMM_OPERANDS
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.recipe import LinearPrecision
@@ -84,6 +85,7 @@ class ModulePlan:
         recipe: The recipe's name, for messages and the start-up report.
         reason: Which setting decided the precision: `precision`, `modules['...']` or `bf16_first_layers`.
         layer_number: Global layer number from 0; None outside the layers.
+        communication: Which collectives run under GEMMs, and by which transport.
     """
 
     path: str = ""
@@ -93,6 +95,7 @@ class ModulePlan:
     recipe: str = "bf16"
     reason: str = "default"
     layer_number: int | None = None
+    communication: Communication = field(default_factory=Communication)
 
     @classmethod
     def default(cls) -> ModulePlan:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from primus_turbo_plugin.communication.tracing import trace_from_now_on
 from primus_turbo_plugin.diagnostics.report import MegatronSetting, print_once, startup_report
 from primus_turbo_plugin.diagnostics.tables import ranges
 from primus_turbo_plugin.functional.context_parallel import DESCRIPTIONS, Algorithm, parse_algorithm
@@ -16,6 +18,11 @@ from primus_turbo_plugin.precision.module_plan import ModulePlan
 from primus_turbo_plugin.specs.memory import memory_rows
 from primus_turbo_plugin.specs.provider import LINEAR_CLASSES
 from primus_turbo_plugin.specs.settings import megatron_recipe
+
+_ONE_QUEUE = (
+    "CUDA_DEVICE_MAX_CONNECTIONS=1 puts copies and GEMMs into one hardware queue, where they run one after the other: no "
+    "collective will be hidden. Unset it; nothing of this package needs it"
+)
 
 
 def print_report(config: Any, turbo: TurboConfig, plans: Iterable[ModulePlan], resolved: ResolvedConfig) -> None:
@@ -27,6 +34,10 @@ def print_report(config: Any, turbo: TurboConfig, plans: Iterable[ModulePlan], r
         plans: Plans of the model's linears.
         resolved: The configuration as the user gave it, for its notes.
     """
+    if resolved.trace is not None:
+        trace_from_now_on(resolved.trace)
+    if turbo.communication.tp_overlap and resolved.one_hardware_queue and torch.version.hip is None:
+        resolved = dataclasses.replace(resolved, notes=(*resolved.notes, _ONE_QUEUE))
     components = {component: getattr(turbo, component) for component in COMPONENTS}
     settings = honoured_settings(config, turbo)
     plans = list(plans)
@@ -51,6 +62,9 @@ def honoured_settings(config: Any, turbo: TurboConfig) -> Iterator[MegatronSetti
         yield MegatronSetting(name="first_last_layers_bf16", value="True", outcome="honoured", note=note)
     if config.context_parallel_size > 1 and turbo.attention == "turbo":
         yield from _context_parallel(config)
+    if config.tp_comm_overlap and turbo.linear == "turbo":
+        note = "; ".join(f"{key}: {value}" for key, value in turbo.communication.to_value().items())
+        yield MegatronSetting(name="tp_comm_overlap", value="True", outcome="honoured", note=f"communication: {note}")
     for field, note in (
         ("gradient_accumulation_fusion", "wgrad accumulates into main_grad"),
         ("delay_wgrad_compute", "backward_dw"),

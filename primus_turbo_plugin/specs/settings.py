@@ -35,6 +35,14 @@ _DELAYED_ONLY = {
 }
 #: Recomputed by discarding an output; Megatron's class for it takes its default, fp8=False, for a request for fp8.
 _DISCARDING = frozenset(["layernorm", "mla_up_proj", "moe_act", "gdn_norm_out"])
+_GRAPHS = {"enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_impl": "none"}
+#: Our name -> Megatron's, of the overlaps that each can turn off.
+_OVERLAP_FLAGS = {
+    "gather": "tp_comm_overlap_ag",
+    "scatter": "tp_comm_overlap_rs",
+    "bulk_gather": "tp_comm_bulk_dgrad",
+    "bulk_scatter": "tp_comm_bulk_wgrad",
+}
 _OURS = "Choose the precision with PRIMUS_TURBO_CONFIG or --turbo-precision"
 
 
@@ -52,12 +60,17 @@ def resolve(config: Any, turbo: TurboConfig | None = None) -> TurboConfig:
     compat.facts()
     turbo = turbo if turbo is not None else TurboConfig()
     reasons = dict(
-        [*_refused(config, turbo), *_refused_by_circumstance(config, turbo), *_refused_precision(config, turbo)]
+        [
+            *_refused(config, turbo),
+            *_refused_by_circumstance(config, turbo),
+            *_refused_precision(config, turbo),
+            *_refused_overlap(config, turbo),
+        ]
     )
     if reasons:
         raise UnsupportedError(f"Megatron settings that this package cannot honour: {', '.join(reasons)}.", reasons)
     _warn_of_unknown(config)
-    merged = _with_bf16_layers(config, _with_precision(config, turbo))
+    merged = _with_overlap(config, _with_bf16_layers(config, _with_precision(config, turbo)))
     graphs = _graphs_over_quantized(config, merged)
     if graphs:
         raise UnsupportedError(f"Megatron settings that this package cannot honour: {', '.join(graphs)}.", graphs)
@@ -221,16 +234,60 @@ def _with_bf16_layers(config: Any, turbo: TurboConfig) -> TurboConfig:
     return dataclasses.replace(turbo, bf16_first_layers=first, bf16_last_layers=last)
 
 
+def _with_overlap(config: Any, turbo: TurboConfig) -> TurboConfig:
+    """Megatron's flags for the overlap of tensor-parallel collectives, as settings of ours."""
+    own = turbo.communication
+    if not config.tp_comm_overlap or turbo.linear != "turbo":
+        return turbo
+    if own.tp_overlap is False:
+        raise ConfigError(
+            "tp_comm_overlap (Megatron) turns overlap on, and communication.tp_overlap: false (TurboConfig) turns it off. "
+            "Leave one of them out."
+        )
+    named = {name: getattr(own, name) and getattr(config, flag) for name, flag in _OVERLAP_FLAGS.items()}
+    off = [layer for layer in ("qkv", "fc1") if getattr(config, f"tp_comm_overlap_disable_{layer}", False)]
+    communication = dataclasses.replace(
+        own,
+        tp_overlap=True,
+        scatter_dgrad=own.scatter_dgrad or config.tp_comm_overlap_rs_dgrad,
+        except_for=tuple(dict.fromkeys([*own.except_for, *off])),
+        **named,
+    )
+    return dataclasses.replace(turbo, communication=communication)
+
+
+def _refused_overlap(config: Any, turbo: TurboConfig) -> Iterator[Reason]:
+    """Overlap that has nothing to overlap is a mistake worth an error: without sequence parallelism no rows are gathered."""
+    asked = "tp_comm_overlap" if config.tp_comm_overlap else "communication.tp_overlap"
+    if not (config.tp_comm_overlap or turbo.communication.tp_overlap):
+        return
+    if turbo.linear != "turbo":
+        if not config.tp_comm_overlap:  # the field of Megatron has a rule of its own
+            yield asked, f"True with 'linear: {turbo.linear}': only linears of this package do it. Set 'linear: turbo'."
+    elif config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        yield (
+            asked,
+            "True without sequence parallelism: there is nothing to hide under a GEMM. Set --sequence-parallel.",
+        )
+    elif (
+        any(getattr(config, name, none) != none for name, none in _GRAPHS.items())
+        and config.tensor_model_parallel_size > 1
+    ):
+        yield (
+            asked,
+            "True with CUDA graphs, which would replay one call's sequence numbers. Set --cuda-graph-impl none.",
+        )
+
+
 def _graphs_over_quantized(config: Any, turbo: TurboConfig) -> dict[str, str]:
     if turbo.linear != "turbo" or not turbo.quantized_by():
         return {}
-    graphs = {"enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_impl": "none"}
-    asked = {name: getattr(config, name, none) for name, none in graphs.items()}
+    asked = {name: getattr(config, name, none) for name, none in _GRAPHS.items()}
     return {
         name: f"{value!r} with {turbo.quantized_by()[0]}: a captured graph would replay the quantised weights of the step it was "
         "captured in. Set --cuda-graph-impl none, or 'precision: bf16'."
         for name, value in asked.items()
-        if value != graphs[name]
+        if value != _GRAPHS[name]
     }
 
 

@@ -55,7 +55,9 @@ _INFERENCE = "this package trains; serve the model with another spec"
 REFUSED: Mapping[str, Refusal] = {
     # Overlap of tensor-parallel communication
     "tp_comm_overlap": _linear(
-        "no overlap of tensor-parallel collectives with GEMMs yet", "leave --tp-comm-overlap out"
+        "Megatron's own linears do not overlap their collectives",
+        "set 'linear: turbo', or leave --tp-comm-overlap out",
+        unless=("turbo", "transformer_engine"),
     ),
     "overlap_dispatch_backward_with_experts_wgrad": _linear(
         "it delays the wgrad of Transformer Engine's grouped experts", "use --delay-wgrad-compute alone"
@@ -190,6 +192,17 @@ CONDITIONAL: Mapping[str, str] = {
 }
 
 HONOURED: Mapping[str, str] = {
+    "tp_comm_overlap_ag": "-> communication.gather, with `tp_comm_overlap` (docs/communication.md)",
+    "tp_comm_overlap_rs": "-> communication.scatter, with `tp_comm_overlap`",
+    "tp_comm_bulk_dgrad": "-> communication.bulk_gather, with `tp_comm_overlap`",
+    "tp_comm_bulk_wgrad": "-> communication.bulk_scatter, with `tp_comm_overlap`",
+    "tp_comm_overlap_rs_dgrad": "-> communication.scatter_dgrad, with `tp_comm_overlap`",
+    "tp_comm_overlap_disable_qkv": "-> communication.except_for, with `tp_comm_overlap`",
+    "tp_comm_overlap_disable_fc1": "-> communication.except_for, with `tp_comm_overlap`",
+    "tp_comm_split_ag": "names an algorithm; chunks are chosen by measured costs",
+    "tp_comm_split_rs": "names an algorithm; chunks are chosen by measured costs",
+    "tp_comm_atomic_ag": "names an algorithm; chunks are chosen by measured costs",
+    "tp_comm_atomic_rs": "names an algorithm; chunks are chosen by measured costs",
     "tensor_model_parallel_size": "weights sharded as Megatron shards them",
     "pipeline_model_parallel_size": "each stage gets its own layers, with global numbers",
     "virtual_pipeline_model_parallel_size": "each model chunk gets its own layers",

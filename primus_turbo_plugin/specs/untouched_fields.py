@@ -29,9 +29,7 @@ UNTOUCHED: Mapping[str, tuple[str, ...]] = {
     ),
     "Sub-flags that Megatron reads only where their main flag, refused or translated above, is set": _names(
         """
-        tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
-        tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv
-        tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend qk_clip_alpha qk_clip_threshold
+        tp_comm_bootstrap_backend qk_clip_alpha qk_clip_threshold
         kitchen_attention_backend tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards
         offload_modules min_offloaded_tensor_size delay_offload_until_cuda_graph
         delta_offload_bytes_across_pp_ranks activation_offload_fraction

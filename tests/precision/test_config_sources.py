@@ -36,6 +36,7 @@ FROZEN_KEYS = (
     "padding",
     "signs_seed",
     "rounding_seed",
+    "communication",
 )
 FROZEN_FLAGS = {
     "--turbo-config",
@@ -50,9 +51,10 @@ FROZEN_FLAGS = {
     "--turbo-padding",
     "--turbo-signs-seed",
     "--turbo-rounding-seed",
+    "--turbo-communication",
 }
 FROZEN_FIELDS = ("format", "element", "scale_rule", "block", "hadamard", "random_signs", "rounding")
-FROZEN_VARIABLES = {"PRIMUS_TURBO_CONFIG", "PRIMUS_TURBO_TUNING"}
+FROZEN_VARIABLES = {"PRIMUS_TURBO_CONFIG", "PRIMUS_TURBO_TRACE", "PRIMUS_TURBO_TUNING"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -122,7 +124,7 @@ def test_every_flag_sets_its_key() -> None:
         *["--turbo-bf16-first-layers", "1", "--turbo-bf16-last-layers", "2", "--turbo-norm", "megatron"],
         *["--turbo-attention", "transformer_engine", "--turbo-linear", "turbo", "--turbo-kernels", "torch,reference"],
         *["--turbo-padding", "refuse", "--turbo-signs-seed", "7", "--turbo-rounding-seed", "8"],
-        *["--turbo-tuning-file", "tuned.json"],
+        *["--turbo-tuning-file", "tuned.json", "--turbo-communication", "{tp_overlap: true, except_for: fc1}"],
     )
     wanted = {
         "precision": {"preset": "mxfp4", "dy": {"rounding": "stochastic"}, "wgrad": {"random_signs": True}},
@@ -136,6 +138,7 @@ def test_every_flag_sets_its_key() -> None:
         "padding": "refuse",
         "signs_seed": 7,
         "rounding_seed": 8,
+        "communication": {"tp_overlap": True, "except_for": ["fc1"]},
     }
     assert found.config == TurboConfig.from_dict(wanted)
     assert dict(found.origins) == {key: flag_of(key) for key in wanted}
@@ -268,3 +271,10 @@ def test_empty_variable_is_noted_and_not_read() -> None:
 def test_setting_that_changes_nothing_is_noted(flags: str, idle: list[str]) -> None:
     notes = resolved(*flags.split()).notes
     assert [note.split(" changes nothing")[0] for note in notes] == idle
+
+
+def test_variables_of_entry_points_are_handed_on() -> None:
+    assert resolved(environ={"PRIMUS_TURBO_TRACE": "out:3-4"}).trace == "out:3-4"
+    assert resolved(environ={"PRIMUS_TURBO_TRACE": ""}).trace is None
+    assert resolved(environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).one_hardware_queue
+    assert not resolved(environ={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}).one_hardware_queue

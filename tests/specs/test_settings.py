@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
+from primus_turbo_plugin.precision.communication import Communication
 from primus_turbo_plugin.precision.config import TurboConfig
 from primus_turbo_plugin.precision.recipe import Recipe
 from primus_turbo_plugin.specs import compat
@@ -94,8 +95,8 @@ def test_harmless_values_are_accepted(name: str) -> None:
 
 def test_all_refusals_come_at_once() -> None:
     with pytest.raises(UnsupportedError) as refusal:
-        resolve(with_settings(tp_comm_overlap=True, qk_clip=True, fp8="e4m3", fp8_recipe="delayed"))
-    assert set(refusal.value.reasons) == {"tp_comm_overlap", "qk_clip", "fp8_recipe"}
+        resolve(with_settings(fp8_param=True, qk_clip=True, fp8="e4m3", fp8_recipe="delayed"))
+    assert set(refusal.value.reasons) == {"fp8_param", "qk_clip", "fp8_recipe"}
 
 
 RECIPES = [
@@ -350,3 +351,50 @@ def test_no_setting_no_recipe() -> None:
     assert megatron_recipe(config()) is None
     assert resolve(config()) == TurboConfig()
     assert resolve(config(**MOE)) == TurboConfig()
+
+
+SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+def test_megatrons_overlap_flags_become_settings_of_ours() -> None:
+    flags = {"tp_comm_bulk_wgrad": False, "tp_comm_overlap_rs_dgrad": True, "tp_comm_overlap_disable_qkv": True}
+    found = resolve(with_settings(tp_comm_overlap=True, **SPLIT, **flags)).communication
+    assert found == Communication(tp_overlap=True, bulk_scatter=False, scatter_dgrad=True, except_for=("qkv",))
+    assert resolve(with_settings(**SPLIT, **flags)).communication == Communication()  # sub-flags of a flag that is off
+
+
+def test_a_setting_of_ours_stays_when_megatron_turns_overlap_on() -> None:
+    own = TurboConfig(communication=Communication(gather=False, transport="process_group"))
+    found = resolve(with_settings(tp_comm_overlap=True, **SPLIT), own).communication
+    assert (found.tp_overlap, found.gather, found.transport) == (True, False, "process_group")
+
+
+def test_contradictory_overlap_names_both() -> None:
+    own = TurboConfig(communication=Communication(tp_overlap=False))
+    with pytest.raises(ConfigError, match=r"tp_comm_overlap \(Megatron\).*communication.tp_overlap: false"):
+        resolve(with_settings(tp_comm_overlap=True, **SPLIT), own)
+
+
+@pytest.mark.parametrize(
+    ("flags", "own", "name", "words"),
+    [
+        ({"tp_comm_overlap": True}, {}, "tp_comm_overlap", "without sequence parallelism"),
+        ({}, {"communication": Communication(tp_overlap=True)}, "communication.tp_overlap", "without sequence"),
+        (
+            {"sequence_parallel": True},
+            {"communication": Communication(tp_overlap=True), "linear": "megatron", "norm": "turbo"},
+            "communication.tp_overlap",
+            "only linears of this package",
+        ),
+        (
+            {"sequence_parallel": True, "tp_comm_overlap": True},
+            {"linear": "megatron"},
+            "tp_comm_overlap",
+            "Megatron's own linears do not overlap",
+        ),
+    ],
+)
+def test_overlap_that_cannot_be_is_refused(flags: dict[str, Any], own: dict[str, Any], name: str, words: str) -> None:
+    with pytest.raises(UnsupportedError) as refusal:
+        resolve(with_settings(tensor_model_parallel_size=2, **flags), TurboConfig(**own))
+    assert words in refusal.value.reasons[name]
