@@ -19,8 +19,8 @@ ISA_HELP = "what the compiler made of a kernel: registers, occupancy, hot loop, 
 EMULATE_HELP = "run a kernel in the emulator and compare it with its reference (no GPU needed)"
 
 _KERNEL = (
-    "a built-in target such as gfx1250_bf16_nt, `all` of those, FILE.py or MODULE (all its isa_targets()), FILE.py:NAME (one target, or a "
-    "kernel), or an assembly file"
+    "a built-in target such as gfx1250_bf16_nt, `all` of those, FILE.py or MODULE (all its isa_targets()), FILE.py:NAME (one "
+    "target, or a kernel), or an assembly file"
 )
 
 
