@@ -48,12 +48,14 @@ def test_a_format_without_units_is_emulated_whoever_multiplies_it() -> None:
     assert summary("sm90")["mxfp4"] == (
         "emulated by dequantising, numerics equal, no speed-up: sm90 has no MXFP4 matrix units"
     )
-    assert summary("gfx942")["fp8"].endswith("the FP8 units of gfx942 read the FNUZ encoding, not OCP")
+    assert summary("gfx942")["mxfp8"].endswith("gfx942 has no MXFP8 matrix units")
 
 
 def test_a_device_with_units_is_emulated_where_the_backend_decodes() -> None:
-    """No kernel of this version uses FP8 units; to call Triton's FP8 GEMM native would promise a speed-up it has not."""
-    assert summary("sm90")["fp8"].endswith("no speed-up: triton does not use sm90's units for fp8")
+    """The reference decodes; to call its FP8 GEMM native would promise a speed-up it has not."""
+    decoded = summary("sm90", only=("reference",))["fp8"]
+    assert decoded.endswith("no speed-up: reference does not use sm90's units for fp8")
+    assert summary("sm90")["fp8"] == "native, by triton"
     assert summary("sm90", native("sm90", "fp8"))["fp8"] == "native, by native"
     assert "reference does not use gfx950's units for mxfp4" in summary("gfx950", only=("reference",))["mxfp4"]
     assert summary("gfx950")["bf16"] == "native, by torch"

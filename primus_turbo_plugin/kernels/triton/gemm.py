@@ -1,7 +1,8 @@
-"""gemm_nt of plain or quantised operands (Triton); the kernel is in gemm_kernel.py.
+"""gemm_nt of plain or quantised operands (Triton): what it serves, and the one place where a product's configuration is chosen.
 
-Two MX operands use the scaled matrix units where the GPU has them (gfx950, gfx1250). Everything else quantised is decoded in the
-kernel and multiplied by the bf16 units: the format's values, not its speed. FP8 units are not used yet, on any GPU.
+Two FP8 operands are multiplied by the FP8 units (sm90, gfx950, gfx1250; gfx942 after an exact conversion to its encoding), two MX
+operands by the scaled matrix units of gfx950 and gfx1250. Everything else quantised becomes bf16, exactly, and is multiplied by
+the bf16 units: the format's values, not its speed. `gemm_launch.plan` makes the kernel calls.
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ BACKEND = Backend(
     request=GemmRequest,
     kernels=sys.modules[__name__],
     supports=supports,
-    matrix_units=SCALED_MATRIX_UNITS,
+    matrix_units={
+        arch: ("fp8", *SCALED_MATRIX_UNITS.get(arch, ())) for arch in ("sm90", "gfx942", "gfx950", "gfx1250")
+    },
     tune=tuned,
 )

@@ -27,8 +27,8 @@ class GemmConfig:
         persistent: One program a compute unit, which walks over tiles; otherwise one program a tile.
         loads: `pointers`, or `descriptors`: tiles copied by the tensor copy engine.
         units: What multiplies: `half` (bf16 or fp16), `fp8`, or `mx` (scaled matrix units).
-        decode: Where operands that `units` cannot read become bf16: in every program that reads a `tile`, or once, into a
-            `scratch` copy of 2 bytes an element that lives as long as the call.
+        decode: Where operands become what `units` read: in every program that reads a `tile`, or once, into a `scratch` copy that
+            lives as long as the call (bf16, 2 bytes an element; FP8 on gfx942: its FNUZ encoding, 1 byte).
         epilogue_parts: Pieces in which a tile is stored, so that less shared memory waits for it.
         num_xcds: Chiplets among which the hardware deals out programs; neighbouring tiles are put on one. 1: no reordering.
         matrix_instr_nonkdim: AMD: M and N of the matrix instruction, 0 for Triton's choice.
@@ -72,9 +72,9 @@ class GemmConfig:
     def scratch_bytes(self, key: GemmKey) -> int:
         """Device memory a call needs beside its operands and result: decoded operands, partial sums."""
         decoded = 0
-        if self.decode == "scratch" and self.units == "half":
-            outer = ((key.a, key.rows), (key.b, key.cols))
-            decoded = sum(2 * rows * key.contraction for kind, rows in outer if not kind.is_plain)
+        if self.decode == "scratch":
+            outer, size = ((key.a, key.rows), (key.b, key.cols)), 2 if self.units == "half" else 1
+            decoded = sum(size * rows * key.contraction for kind, rows in outer if not kind.is_plain)
         return decoded + (4 * self.split_k * key.rows * key.cols if self.split_k > 1 else 0)
 
 
@@ -95,18 +95,22 @@ def refusal(key: GemmKey, config: GemmConfig) -> str | None:
 
 def _units_refusal(key: GemmKey, config: GemmConfig) -> str | None:
     kinds = (key.a, key.b)
-    native = key.capabilities.native_formats
     if config.units == "fp8":
         if not all(kind.is_fp8 for kind in kinds):
             return "units fp8 multiply two FP8 operands"
-        if "fp8" not in native:
+        encoding = key.capabilities.fp8_encoding
+        if encoding is None:
             return key.capabilities.emulation("fp8")
+        if encoding == "fnuz" and config.decode != "scratch":
+            return f"{key.capabilities.emulation('fp8')}; decode: scratch converts exactly"
+        if encoding == "ocp" and config.decode == "scratch":
+            return "nothing is to be decoded"
     if config.units == "mx":
         if not all(kind.is_mx for kind in kinds):
             return "units mx multiply two MX operands"
         if key.arch not in ("gfx950", "gfx1250"):
             return f"{key.arch} has no scaled matrix units that Triton's dot_scaled reaches with plain scales"
-    if config.decode == "scratch" and (config.units != "half" or all(kind.is_plain for kind in kinds)):
+    if config.decode == "scratch" and (config.units == "mx" or all(kind.is_plain for kind in kinds)):
         return "nothing is to be decoded"
     return None
 

@@ -1,4 +1,4 @@
-"""Stored codes as the values that the matrix units multiply (Triton), and the kernel that decodes a whole operand.
+"""Stored codes as the values that the matrix units multiply (Triton), and kernels that decode a whole operand.
 
 Math      MX: code times its block's power of two, exact in bf16;  FP8: the code alone, its fp32 scales stay outside the sum
 Layout    codes [outer, contraction], FP4 two a byte, the even one in the low nibble;  E8M0 [outer / block, contraction / 32]
@@ -127,6 +127,19 @@ def times_fp8_scale(sums, scale_ptr, row0, rows, k0, stored, META: tl.constexpr,
         line = tl.minimum(row0 + tl.arange(0, block), rows - 1) // META.block_outer
         sums *= tl.expand_dims(tl.load(place + line.to(tl.int64) * blocks), 1 - AXIS)
     return sums
+
+
+@triton.jit
+def fnuz_kernel(data_ptr, out_ptr, size, FIRST_NAN: tl.constexpr, BLOCK: tl.constexpr):
+    """OCP FP8 codes as FNUZ codes of half the value, exactly: -0 becomes 0, codes of magnitude FIRST_NAN and above NaN.
+
+    FNUZ has another bias, one NaN (0x80), no Inf and no -0; the same bits mean half as much otherwise.
+    """
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    code = tl.load(data_ptr + place, mask=place < size, other=0)
+    code = tl.where(code == 0x80, 0, code)
+    code = tl.where((code & 0x7F) >= FIRST_NAN, 0x80, code)
+    tl.store(out_ptr + place, code.to(tl.uint8), mask=place < size)
 
 
 @triton.jit

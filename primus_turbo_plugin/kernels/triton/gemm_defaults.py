@@ -37,29 +37,43 @@ def default_config(key: GemmKey) -> GemmConfig:
 def _preferred(key: GemmKey) -> list[GemmConfig]:
     """Configurations made for this architecture, largest tile first."""
     units = _units(key)
-    amd = {"matrix_instr_nonkdim": 16, "num_xcds": _num_xcds(key)}
     if key.arch == "sm90":
         return _hopper(key, units)
+    amd = {"matrix_instr_nonkdim": 16, "num_xcds": _num_xcds(key)}
     if key.arch == "gfx942":
-        if not _plain(key) and units["decode"] == "tile":
-            return [_config(128, 128, 128, units, num_warps=8, num_stages=2, **amd)]
-        return [
-            _config(256, 256, 32, units, num_warps=8, num_stages=3, epilogue_parts=2, **amd),
-            _config(128, 128, 64, units, num_warps=4, num_stages=2, **amd),
-        ]
+        return _gfx942(key, {**units, **amd})
     if key.arch == "gfx950":
-        step = {"half": 64, "fp8": 128, "mx": 256 if key.a.bits == key.b.bits == 4 else 128}[str(units["units"])]
-        return [
-            _config(256, 256, step, units, num_warps=4, num_stages=2, epilogue_parts=2, **amd),
-            _config(128, 128, step, units, num_warps=4, num_stages=2, **amd),
-        ]
+        return _wide_lds(key, {**units, **amd}, half_step=64, warps=4)
     if key.arch == "gfx1250":
-        step = 64 if units["units"] == "half" else 128
-        return [
-            _config(256, 256, step, units, num_warps=8, num_stages=2, epilogue_parts=2),
-            _config(128, 128, step, units, num_warps=4, num_stages=2),
-        ]
+        return _wide_lds(key, units, half_step=64, warps=8)
     return []
+
+
+def _gfx942(key: GemmKey, units: Options) -> list[GemmConfig]:
+    """64 KiB of LDS, filled through registers."""
+    if units["units"] == "fp8":
+        return [
+            _config(256, 256, 64, units, num_warps=8, num_stages=3, epilogue_parts=2),
+            _config(256, 128, 128, units, num_warps=8, num_stages=2),
+            _config(128, 128, 128, units, num_warps=4, num_stages=2),
+        ]
+    if units["decode"] == "tile" and not _plain(key):
+        return [_config(128, 128, 128, units, num_warps=8, num_stages=2)]
+    return [
+        _config(256, 256, 32, units, num_warps=8, num_stages=3, epilogue_parts=2),
+        _config(128, 128, 64, units, num_warps=4, num_stages=2),
+    ]
+
+
+def _wide_lds(key: GemmKey, units: Options, *, half_step: int, warps: int) -> list[GemmConfig]:
+    """gfx950 and gfx1250: LDS for two steps of 256x256, filled directly. Scales of FP8 blocks need registers: a smaller tile."""
+    both_fp4 = key.a.bits == key.b.bits == 4
+    step = {"half": half_step, "fp8": 128, "mx": 256 if both_fp4 else 128}[units["units"]]
+    if _blocked(key):
+        first = _config(256, 128, 128, units, num_warps=8, num_stages=2)
+    else:
+        first = _config(256, 256, step, units, num_warps=warps, num_stages=2, epilogue_parts=2)
+    return [first, _config(128, 128, 128 if _blocked(key) else step, units, num_warps=4, num_stages=2)]
 
 
 def _hopper(key: GemmKey, units: Options) -> list[GemmConfig]:
@@ -80,7 +94,7 @@ def _hopper(key: GemmKey, units: Options) -> list[GemmConfig]:
 def _portable(key: GemmKey) -> list[GemmConfig]:
     """Pointers and small steps: these run everywhere, whatever the alignment."""
     units = _units(key)
-    step = 64 if _plain(key) or units["decode"] == "scratch" else 128
+    step = 64 if _plain(key) or (units["decode"] == "scratch" and units["units"] == "half") else 128
     return [
         _config(128, 128, step, units, num_warps=8, num_stages=2),
         _config(64, 64, step, units, num_warps=4, num_stages=2),
@@ -96,15 +110,19 @@ def _plain(key: GemmKey) -> bool:
     return key.a.is_plain and key.b.is_plain
 
 
+def _blocked(key: GemmKey) -> bool:
+    """An operand has fp32 scales of blocks along the contraction."""
+    return any(kind.block.endswith("x128") for kind in (key.a, key.b))
+
+
 def _units(key: GemmKey) -> Options:
     """What multiplies, and where operands are decoded for it."""
-    for units in ("mx", "fp8"):
-        native = _config(64, 64, 128, {"units": units})
-        if refusal(key, native) is None:
-            return {"units": units, "decode": "tile"}
-    blocked = any(kind.is_fp8 and kind.block.endswith("x128") for kind in (key.a, key.b))
+    for units, decode in (("mx", "tile"), ("fp8", "tile"), ("fp8", "scratch")):
+        native = {"units": units, "decode": decode}
+        if refusal(key, _config(64, 64, 128, native, num_stages=2)) is None:
+            return native
     large = 2.0 * key.rows * key.cols * key.contraction >= _SCRATCH_FLOPS
-    return {"units": "half", "decode": "scratch" if large and not blocked and not _plain(key) else "tile"}
+    return {"units": "half", "decode": "scratch" if large and not _blocked(key) and not _plain(key) else "tile"}
 
 
 def _num_xcds(key: GemmKey) -> int:

@@ -80,7 +80,7 @@ def _tile(
     A: tl.constexpr, B: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, UNITS: tl.constexpr,
     ACCUMULATE: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, XCDS: tl.constexpr,
-    SPLIT_K: tl.constexpr, PARTS: tl.constexpr,
+    SPLIT_K: tl.constexpr, PARTS: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
     """Computes and stores one tile of y, or a share of it: the `work`-th piece of work."""
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -127,6 +127,8 @@ def _tile(
             acc = tl.dot(a, b, acc, max_num_imprecise_acc=BLOCK_K)  # see gemm_descriptor_kernel.py; AMD sums in fp32
         else:
             acc = tl.dot(a, b, acc)
+    if FNUZ:
+        acc *= 4.0
     if A.scaled_by_row:
         acc = times_fp8_scale(acc, a_scale, m0, M, 0, a_stored, A, 0)
     if B.scaled_by_row:
@@ -147,12 +149,12 @@ def gemm_nt_kernel(
     A: tl.constexpr, B: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, UNITS: tl.constexpr,
     ACCUMULATE: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, XCDS: tl.constexpr,
-    SPLIT_K: tl.constexpr, PARTS: tl.constexpr, PERSISTENT: tl.constexpr,
+    SPLIT_K: tl.constexpr, PARTS: tl.constexpr, FNUZ: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Tiles of y, or its SPLIT_K partial sums `out[share, M, N]`. `A` and `B` are `gemm_decode.OperandMeta`.
 
     A_OUTER, B_OUTER: neighbours in memory are rows, not elements of the contraction. UNITS: `GemmConfig.units`. WIDE: offsets
-    inside a tile need 64 bits.
+    inside a tile need 64 bits. FNUZ: both operands are FP8 codes of half their values (`gemm_decode.fnuz_kernel`).
     """
     if PERSISTENT:
         pieces = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N) * SPLIT_K
@@ -160,13 +162,13 @@ def gemm_nt_kernel(
             _tile(
                 work, a_ptr, a_scale, b_ptr, b_scale, bias_ptr, out_ptr, M, N, length, a_stored, b_stored,
                 stride_am, stride_ak, stride_bn, stride_bk, stride_om, stride_on, A, B, A_OUTER, B_OUTER, UNITS,
-                ACCUMULATE, EVEN_M, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, XCDS, SPLIT_K, PARTS,
+                ACCUMULATE, EVEN_M, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, XCDS, SPLIT_K, PARTS, FNUZ,
             )  # fmt: skip
     else:
         _tile(
             tl.program_id(0), a_ptr, a_scale, b_ptr, b_scale, bias_ptr, out_ptr, M, N, length, a_stored, b_stored,
             stride_am, stride_ak, stride_bn, stride_bk, stride_om, stride_on, A, B, A_OUTER, B_OUTER, UNITS,
-            ACCUMULATE, EVEN_M, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, XCDS, SPLIT_K, PARTS,
+            ACCUMULATE, EVEN_M, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, XCDS, SPLIT_K, PARTS, FNUZ,
         )  # fmt: skip
 
 

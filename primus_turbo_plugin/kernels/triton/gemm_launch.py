@@ -12,6 +12,9 @@ from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, Operan
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
 _FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_FNUZ_DTYPES = {"e4m3": torch.float8_e4m3fnuz, "e5m2": torch.float8_e5m2fnuz}
+_FIRST_NAN = {"e4m3": 0x7F, "e5m2": 0x7C}
+"""Magnitude codes from here on are NaN, or Inf."""
 _SCRATCH_ROW_ELEMENTS = 8
 """Rows of a decoded copy start at multiples of 16 bytes."""
 _WIDE_OFFSET = 1 << 30
@@ -88,6 +91,17 @@ def decode_call(operand: QuantizedTensor, length: int) -> tuple[torch.Tensor, Ke
     return values, KernelCall(decode_kernel, grid, args, constants, {"num_warps": 4})
 
 
+def fnuz_call(operand: QuantizedTensor) -> tuple[torch.Tensor, KernelCall]:
+    """Scratch for an FP8 operand's codes in the FNUZ encoding, and the call that fills it."""
+    from primus_turbo_plugin.kernels.triton.gemm_decode import fnuz_kernel
+
+    codes, element, block = torch.empty_like(operand.data), operand.spec.element_type.name, 4096
+    args = {"data_ptr": operand.data, "out_ptr": codes, "size": codes.numel()}
+    constants = {"FIRST_NAN": _FIRST_NAN[element], "BLOCK": block}
+    call = KernelCall(fnuz_kernel, (-(-codes.numel() // block),), args, constants, {"num_warps": 4})
+    return codes.view(_FNUZ_DTYPES[element]), call
+
+
 def _source(operand: Operand, kind: OperandKey, key: GemmKey, config: GemmConfig, calls: list[KernelCall]) -> _Source:
     from primus_turbo_plugin.kernels.triton.gemm_decode import PLAIN, OperandMeta
 
@@ -98,7 +112,12 @@ def _source(operand: Operand, kind: OperandKey, key: GemmKey, config: GemmConfig
         values, call = decode_call(operand, key.contraction)
         calls.append(call)
         return _Source(values, operand.block_scale, meta.decoded(), key.contraction, False)
-    data = operand.data.view(_FP8_DTYPES[kind.element]) if config.units == "fp8" else operand.data
+    data = operand.data
+    if config.units == "fp8" and config.decode == "scratch":
+        data, call = fnuz_call(operand)
+        calls.append(call)
+    elif config.units == "fp8":
+        data = data.view(_FP8_DTYPES[kind.element])
     return _Source(data, operand.block_scale, meta, operand.padded_contraction, False)
 
 
@@ -127,7 +146,8 @@ def _multiply_pointers(
         "EVEN_K": key.contraction % block_k == 0 and min(a.stored, b.stored) >= key.contraction,
         "WIDE": max(block * abs(stride) for block, stride in reach) >= _WIDE_OFFSET,
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": config.group_m, "XCDS": config.num_xcds,
-        "SPLIT_K": config.split_k, "PARTS": config.epilogue_parts, "PERSISTENT": config.persistent,
+        "SPLIT_K": config.split_k, "PARTS": config.epilogue_parts, "FNUZ": config.units == "fp8" and config.decode == "scratch",
+        "PERSISTENT": config.persistent,
     }  # fmt: skip
     grid = (min(pieces, key.compute_units) if config.persistent else pieces,)
     return KernelCall(gemm_nt_kernel, grid, args, constants, _options(config))

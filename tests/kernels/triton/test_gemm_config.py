@@ -94,8 +94,11 @@ def test_candidates_and_struck_out_are_what_was_considered(arch) -> None:
 def test_the_default_knows_the_units_of_each_gpu() -> None:
     fp8, mx = KINDS["fp8 rowwise"], KINDS["mxfp4"]
     for arch in UNITS:
-        formats = capabilities_of(arch).native_formats
-        assert gemm_defaults.default_config(key(arch, fp8, fp8)).units == ("fp8" if "fp8" in formats else "half")
+        encoding = capabilities_of(arch).fp8_encoding
+        config = gemm_defaults.default_config(key(arch, fp8, fp8))
+        assert (config.units, config.decode) == {
+            "ocp": ("fp8", "tile"), "fnuz": ("fp8", "scratch"), None: ("half", "scratch")
+        }[encoding]  # fmt: skip
         scaled = arch in ("gfx950", "gfx1250")
         config = gemm_defaults.default_config(key(arch, mx, mx))
         assert (config.units, config.decode) == (("mx", "tile") if scaled else ("half", "scratch"))
@@ -122,15 +125,20 @@ def test_neighbouring_tiles_go_to_one_chiplet(arch, num_xcds) -> None:
 
 
 def test_scratch_is_counted() -> None:
+    fp8 = GemmConfig(block_m=128, block_n=128, block_k=64, decode="scratch", units="fp8")
+    product = key("gfx942", KINDS["fp8 rowwise"], KINDS["fp8 rowwise"], (10, 20, 64))
+    assert fp8.scratch_bytes(product) == 30 * 64
     config = GemmConfig(block_m=128, block_n=128, block_k=64, decode="scratch", split_k=2)
     assert config.scratch_bytes(key(a=KINDS["mxfp4"], shape=(10, 20, 64))) == 2 * 10 * 64 + 4 * 2 * 10 * 20
     assert config.scratch_bytes(key(a=KINDS["mxfp4"], b=KINDS["mxfp4"], shape=(10, 20, 64))) == 2 * 30 * 64 + 1600
 
 
 TMA = {"loads": "descriptors"}
+TWO_FP8 = {"a": KINDS["fp8 rowwise"], "b": KINDS["fp8 rowwise"]}
 REFUSED = [
     ("units fp8 multiply two FP8 operands", {}, {"units": "fp8"}),
-    ("gfx942 read the FNUZ encoding", {"arch": "gfx942", "a": KINDS["fp8 rowwise"], "b": KINDS["fp8 rowwise"]}, {"units": "fp8"}),
+    ("gfx942 read the FNUZ encoding, not OCP; decode: scratch", {"arch": "gfx942", **TWO_FP8}, {"units": "fp8"}),
+    ("nothing is to be decoded", TWO_FP8, {"units": "fp8", "decode": "scratch"}),
     ("units mx multiply two MX operands", {"arch": "gfx950"}, {"units": "mx"}),
     ("sm90 has no scaled matrix units", {"a": KINDS["mxfp4"], "b": KINDS["mxfp4"]}, {"units": "mx"}),
     ("nothing is to be decoded", {}, {"decode": "scratch"}),
@@ -148,7 +156,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "product", "config"), REFUSED, ids=[words for words, _, _ in REFUSED])
+@pytest.mark.parametrize(("words", "product", "config"), REFUSED, ids=[f"{index}" for index in range(len(REFUSED))])
 def test_a_refusal_says_why(words, product, config) -> None:
     given = {"block_m": 64, "block_n": 64, "block_k": 64, "num_warps": 4} | config
     assert words in str(refusal(key(**product), GemmConfig(**given)))

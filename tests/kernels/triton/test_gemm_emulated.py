@@ -99,12 +99,14 @@ QUANTIZED: list[tuple[QuantSpec, QuantSpec | None, GemmConfig]] = [
     ("left", "right", "config"), QUANTIZED, ids=[f"{a} x {b} {c.units} {c.decode}" for a, b, c in QUANTIZED]
 )
 def test_quantised_operands_on_every_kind_of_unit(arch, left, right, config, rng) -> None:
-    if arch == "gfx942" and config.units != "half":
-        pytest.skip("gfx942 has no units for OCP FP8 or MX")
+    if arch == "gfx942" and config.units == "mx":
+        pytest.skip("gfx942 has no units for MX")
+    if arch == "gfx942" and config.units == "fp8":
+        config = replace(config, decode="scratch")  # its units read FNUZ codes
     k = 200 if config.units == "mx" or config.decode == "scratch" else 256
     plain = [torch.randn(rows, k, generator=rng).bfloat16() for rows in (70, 66)]
     a, b = (x if spec is None else reference.quantize(x, spec) for x, spec in zip(plain, (left, right)))
     y, compiled = emulate(a, b, arch, config)
     assert _snr_db(y, _product(a, b)) > SNR_DB
     if config.units != "half":
-        assert re.search(r"v_(mfma|wmma)\w*(fp8|bf8|f8f6f4)", compiled[0].asm)
+        assert any(re.search(r"v_(mfma|wmma)\w*(fp8|bf8|f8f6f4)", kernel.asm) for kernel in compiled)

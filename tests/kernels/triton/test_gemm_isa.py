@@ -30,7 +30,11 @@ BF16_UNIT = {
     "gfx950": r"v_mfma_f32_16x16x32_bf16",
     "gfx1250": r"v_wmma_f32_16x16x32_bf16",
 }
-FP8_UNIT = {"gfx950": r"v_mfma_f32_16x16x128_f8f6f4", "gfx1250": r"v_wmma_f32_16x16x128_fp8_fp8"}
+FP8_UNIT = {
+    "gfx942": r"v_mfma_f32_16x16x32_fp8_fp8",
+    "gfx950": r"v_mfma_f32_16x16x128_f8f6f4",
+    "gfx1250": r"v_wmma_f32_16x16x128_fp8_fp8",
+}
 MX_UNIT = {"gfx950": r"v_mfma_scale_f32_16x16x128_f8f6f4", "gfx1250": r"v_wmma_scale_f32_16x16x128_f8f6f4"}
 TRANSPOSING = {"gfx950": ("ds_read_b64_tr_b16",), "gfx1250": ("ds_load_tr16_b128",), "gfx942": ()}
 
@@ -70,11 +74,10 @@ def test_bf16_neither_spills_nor_reads_halves_and_is_bound_by_the_matrix_units(a
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", FP8_UNIT)
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_two_fp8_operands_go_to_the_fp8_units_undecoded(arch, accumulate) -> None:
+@pytest.mark.parametrize("block", ["rowwise", "1x128"])
+def test_two_fp8_operands_go_to_the_fp8_units_undecoded(arch, block) -> None:
     gate = IsaGate(required=(COPY[arch], FP8_UNIT[arch]), forbidden=("v_cvt_.*",), forbidden_anywhere=NEVER)
-    epilogue = {"accumulate": True} if accumulate else {}
-    assert violations(arch, "nt", QuantSpec(format="fp8", block="rowwise"), gate, **epilogue) == []
+    assert violations(arch, "nt", QuantSpec(format="fp8", block=block), gate, accumulate=block == "rowwise") == []
 
 
 @pytest.mark.slow
