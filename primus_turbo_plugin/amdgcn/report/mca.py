@@ -112,22 +112,39 @@ def build_driver(llvm: Path, cache: Path | None = None) -> Path:
     return program
 
 
-def _as_register_load(instruction: Instruction) -> str:
-    """A transfer straight to LDS as the register load of the same size: MCA has no model for the former."""
-    width = parse_width(instruction.opcode.rsplit("_", 1)[1])
-    target = f"v[{256 - width.registers}:255]" if width.registers > 1 else "v255"
+def _free_target(texts: list[str], count: int) -> tuple[str, int]:
+    """Registers nobody in the loop touches, to receive what goes to LDS: used ones would look like a dependency.
+
+    As many as asked for, or one where no run of that length is free (MCA's latency is the same); v255 as the last resort.
+    """
+    used: dict[str, set[int]] = {"v": set(), "a": set()}
+    for kind, first, last, single in re.findall(r"\b([va])(?:\[(\d+):(\d+)\]|(\d+)\b)", " ".join(texts)):
+        used[kind] |= set(range(int(first or single), int(last or single) + 1))
+    for size in (count, 1):
+        for kind, taken in used.items():
+            for start in range(256 - size, -1, -1):
+                if start % min(size, 2) == 0 and taken.isdisjoint(range(start, start + size)):
+                    return (f"{kind}[{start}:{start + size - 1}]" if size > 1 else f"{kind}{start}"), size
+    return "v255", 1
+
+
+def _as_register_load(instruction: Instruction, texts: list[str]) -> str:
+    """A transfer straight to LDS as a register load: MCA has no model for the former."""
+    base, width = instruction.opcode.replace("_lds_", "_").rsplit("_", 1)
+    target, size = _free_target(texts, parse_width(width).registers)
     rest = re.sub(r"\blds\b", "", instruction.text.partition(" ")[2])
-    return f"{instruction.opcode.replace('_lds_', '_')} {target}, {rest.strip()}"
+    return f"{base}_{width if size == parse_width(width).registers else 'dword'} {target}, {rest.strip()}"
 
 
 def loop_text(loop: Loop) -> str:
     """The loop as MCA takes it: without branches, transfers to LDS as register loads."""
+    texts = [instruction.text for instruction in loop.instructions]
     lines = []
     for instruction in loop.instructions:
         if instruction.opcode.startswith(("s_branch", "s_cbranch")):
             continue
         to_lds = instruction.flag("lds") or "_load_lds_" in instruction.opcode
-        lines.append(_as_register_load(instruction) if to_lds else instruction.text)
+        lines.append(_as_register_load(instruction, texts) if to_lds else instruction.text)
     return "\n".join(lines) + "\n"
 
 
