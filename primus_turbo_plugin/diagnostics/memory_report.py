@@ -72,12 +72,14 @@ def memory_lines(sizes: ModelSizes, layout: Layout, groups: Sequence[LayerKeeps]
     kept, in_bf16 = (in_flight * nbytes for nbytes in totals(groups))
     rest = rest_of_layer(sizes, layout)
     others = in_flight * sum(rest.values()) * sum(len(group.layers) for group in groups)
-    rows = [("", "BF16", "kept", "")]
-    rows.append(("linears", size(in_bf16), size(kept), less(kept, in_bf16)))
-    rows.append(("the rest", size(others), size(others), f"estimate: {', '.join(rest)}; fused kernels"))
-    rows.append(("together", size(in_bf16 + others), size(kept + others), less(kept + others, in_bf16 + others)))
+    model = [
+        ("", "BF16", "kept", ""),
+        ("linears", size(in_bf16), size(kept), less(kept, in_bf16)),
+        ("the rest", size(others), size(others), f"estimate: {', '.join(rest)}; fused kernels"),
+        ("together", size(in_bf16 + others), size(kept + others), less(kept + others, in_bf16 + others)),
+    ]
     title = f"All {sum(len(group.layers) for group in groups)} layers"
-    return [*lines, "", *section(title + (f", {in_flight} microbatches in flight" if in_flight > 1 else ""), rows)]
+    return [*lines, "", *section(title + (f", {in_flight} microbatches in flight" if in_flight > 1 else ""), model)]
 
 
 def startup_rows(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -22,7 +22,7 @@ from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 from primus_turbo_plugin.precision.recipe import LinearPrecision
 
-Kind = torch.dtype | QuantSpec
+Kind: TypeAlias = torch.dtype | QuantSpec
 Layout = Literal["nt", "nn", "tn", "tt"]
 LAYOUTS: tuple[Layout, ...] = ("nt", "nn", "tn", "tt")
 GEMMS = ("fprop", "dgrad", "wgrad")

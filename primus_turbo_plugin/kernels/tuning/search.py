@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from primus_turbo_plugin.kernels.tuning.clock import Sample
 
 C = TypeVar("C")
+_Taken = TypeVar("_Taken", contravariant=True)
 
 FINALISTS = 4
 _ROUGH, _ROUNDS, _REPEATS = 3, 5, 5
@@ -30,7 +31,7 @@ class Watch(Protocol):
         """So many measurements in microseconds."""
 
 
-class Case(Protocol[C]):
+class Case(Protocol[_Taken]):
     """One case on a device: operands, reference, clock.
 
     Attributes:
@@ -39,10 +40,10 @@ class Case(Protocol[C]):
 
     errors: tuple[type[BaseException], ...]
 
-    def check(self, config: C) -> str | None:
+    def check(self, config: _Taken) -> str | None:
         """Runs a candidate; None, or what is wrong with its result."""
 
-    def watch(self, config: C) -> Watch:
+    def watch(self, config: _Taken) -> Watch:
         """A clock for a candidate."""
 
     def is_alive(self) -> str | None:

@@ -87,9 +87,10 @@ class TuningTable:
 
     def count(self, arch: str | None = None) -> dict[tuple[str, str], int]:
         """(origin, source) -> number of entries, of one architecture or of all."""
-        counts = Counter(
-            (self.origins[case], entry.source) for case, entry in self.entries.items() if arch in (None, entry.arch)
-        )
+        counts: Counter[tuple[str, str]] = Counter()
+        for case, entry in self.entries.items():
+            if arch in (None, entry.arch):
+                counts[self.origins[case], entry.source] += 1
         return dict(counts)
 
 
