@@ -107,7 +107,7 @@ def _source(operand: Operand, kind: OperandKey, key: GemmKey, config: GemmConfig
 
     if not isinstance(operand, QuantizedTensor):
         return _Source(operand, None, PLAIN, operand.shape[1], kind.contiguous == "outer")
-    meta = OperandMeta.of(operand)
+    operand, meta = operand.plain(), OperandMeta.of(operand)
     if config.units == "half" and config.decode == "scratch":
         values, call = decode_call(operand, key.contraction)
         calls.append(call)
