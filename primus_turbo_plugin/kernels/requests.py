@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -66,6 +66,47 @@ class QuantizeRequest(Request):
         specs = [f"rows {self.row_spec}"] if self.row_spec else []
         specs += [f"columns {self.col_spec}"] if self.col_spec else []
         return f"quantize {_short(self.dtype)} on {self.device}: {', '.join(specs)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedQuantizeRequest(Request):
+    """Quantise what a neighbouring op makes of x, in the same pass.
+
+    Attributes:
+        kind: `rms_norm` and `swiglu` are computed in front of the quantisation; `sums` adds up x over its rows beside it, for a
+            bias gradient.
+        dtype: dtype of x.
+        hidden: Columns of what is quantised.
+        weight_dtype: dtype of the norm's weight; None for the others.
+        row_spec: As `QuantizeRequest`'s.
+        col_spec: As `QuantizeRequest`'s.
+    """
+
+    op: ClassVar[str] = "fused_quantize"
+    functions: ClassVar[tuple[str, ...]] = ("rms_norm_quantize", "swiglu_quantize", "quantize_and_sum")
+
+    kind: Literal["rms_norm", "swiglu", "sums"]
+    dtype: torch.dtype
+    hidden: int
+    weight_dtype: torch.dtype | None = None
+    row_spec: QuantSpec | None = None
+    col_spec: QuantSpec | None = None
+
+    @classmethod
+    def examples(cls, device: str) -> tuple[Request, ...]:
+        bf16 = torch.bfloat16
+        copies = {"row_spec": QuantSpec(format=Format.MXFP4), "col_spec": QuantSpec(format=Format.MXFP4, hadamard=16)}
+        return (
+            cls(device=device, kind="rms_norm", dtype=bf16, hidden=4096, weight_dtype=bf16, **copies),
+            cls(device=device, kind="swiglu", dtype=bf16, hidden=14336, **copies),
+            cls(device=device, kind="sums", dtype=bf16, hidden=4096, **copies),
+        )
+
+    def __str__(self) -> str:
+        what = {"rms_norm": "RMS norm and quantise", "swiglu": "SwiGLU and quantise", "sums": "quantise and sum rows"}
+        specs = [f"rows {self.row_spec}"] if self.row_spec else []
+        specs += [f"columns {self.col_spec}"] if self.col_spec else []
+        return f"{what[self.kind]} {_short(self.dtype)} hidden {self.hidden} on {self.device}: {', '.join(specs)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,9 @@ Math      rms norm    rstd = rsqrt(mean(x^2) + eps);             xhat = x * rstd
 Layout    x, y, dy, dx [tokens, hidden];  weight, bias and their gradients [hidden];  rstd, mean [tokens]
 Cost      memory-bound: forward 2 passes of tokens * hidden elements, backward 3, and fp32 copies of them meanwhile
 Numerics  everything inside in fp32 (fp64 for fp64 inputs); y and dx are rounded once, at the end, to x's dtype; rstd,
-          mean, dweight and dbias are returned in the inner precision. x and weight may differ in dtype
+          mean, dweight and dbias are returned in the inner precision. x and weight may differ in dtype. The sum of squares of the
+          RMS norm has a fixed order (precision.tree_sum), and its rstd takes correctly rounded operations only: a kernel can
+          give the same bits
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from primus_turbo_plugin.kernels.norm import NormRequest
 from primus_turbo_plugin.kernels.registry import Backend
+from primus_turbo_plugin.precision.tree_sum import tree_sum
 
 
 def rms_norm_fwd(x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool = False) -> tuple[Tensor, Tensor]:
@@ -36,7 +39,8 @@ def rms_norm_fwd(x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: 
     """
     inner = _inner_dtype(x, weight)
     x_inner = x.to(inner)
-    rstd = torch.rsqrt(x_inner.square().mean(-1) + eps)
+    mean_square = tree_sum(x_inner.square(), -1) / x.shape[-1]
+    rstd = 1.0 / torch.sqrt(mean_square + eps)
     y = x_inner * rstd.unsqueeze(-1) * _gamma(weight, zero_centered_gamma, inner)
     return y.to(x.dtype), rstd
 

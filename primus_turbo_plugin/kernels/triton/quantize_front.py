@@ -37,15 +37,15 @@ def _round_to_word(low, high):
 
 @gluon.jit
 def _silu(g):
-    """g / (1 + exp(-g)), the steps of `precision.silu`: only multiplications, additions and integer arithmetic."""
+    """g / (1 + exp(-g)), the steps of `kernels.reference.fused.silu`: only multiplications, additions and integer arithmetic."""
     t = gl.minimum(gl.maximum(g * -1.4426950408889634, -126.0), 126.0)
     shifted = t + 12582912.0  # 1.5 * 2^23: rounds t to an integer, in the low bits
     f = t - (shifted - 12582912.0)
-    p = f * 0.0018775767 + 0.0089893397
-    p = p * f + 0.055826318
-    p = p * f + 0.24015361
-    p = p * f + 0.69315308
-    p = p * f + 0.99999994
+    p = f * 0.0013266970636323094 + 0.009675459936261177
+    p = p * f + 0.05550742521882057
+    p = p * f + 0.24022121727466583
+    p = p * f + 0.6931469440460205
+    p = p * f + 1.0000001192092896
     power = (((shifted.to(gl.int32, bitcast=True) - 0x4B400000) + 127) << 23).to(gl.float32, bitcast=True)
     denominator = p * power + 1.0
     r = (0x7EF311C7 - denominator.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
