@@ -20,7 +20,7 @@ from primus_turbo_plugin.diagnostics.tune.gemm_tasks import (
     linear_tasks,
     shape_tasks,
 )
-from primus_turbo_plugin.diagnostics.tune.report import backend_advice, dry_lines, entry_of, outcome_lines
+from primus_turbo_plugin.diagnostics.tune.report import backend_advice, dry_lines, entry_of, outcome_lines, table_lines
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
 from primus_turbo_plugin.kernels.tuning.file import merge_into
 from primus_turbo_plugin.kernels.tuning.search import search
@@ -56,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--out", default=DEFAULT_FILE, metavar="FILE", help="entries are merged into it (%(default)s)")
     how.add_argument("--dry-run", action="store_true", help="list candidates and what struck others out; needs no GPU")
-    how.add_argument("--arch", choices=TUNED_ARCHITECTURES, help="with --dry-run: for this architecture")
+    how.add_argument(
+        "--show", action="store_true", help="print the entries that apply, and do nothing else; needs no GPU"
+    )
+    how.add_argument("--arch", choices=TUNED_ARCHITECTURES, help="with --dry-run or --show: for this architecture")
     how.add_argument("--compute-units", type=int, metavar="N", help="with --dry-run: of that GPU")
     how.add_argument("--backends", metavar="LIST", help="time these backends too: 'torch,triton'")
     how.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that compile ahead (%(default)s)")
@@ -75,11 +78,14 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         UnsupportedError: There is no GPU to time on.
     """
     resolved = resolve(args, environ)
-    tasks = tasks_of(args, resolved.config)
     table = tuning_table(resolved.config.tuning_file)
     device = detect()
     for note in table.notes:
         print(f"note: {note}")
+    if args.show:
+        print("\n".join(table_lines(table, args.arch or device.capabilities.arch)))
+        return 0
+    tasks = tasks_of(args, resolved.config)
     if args.dry_run:
         return _dry_run(args, tasks, device, table)
     for name in ("arch", "compute_units"):

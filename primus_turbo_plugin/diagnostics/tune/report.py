@@ -11,10 +11,11 @@ from typing import Any
 from primus_turbo_plugin.diagnostics.tables import section, table
 from primus_turbo_plugin.diagnostics.tune.gemm_tasks import GemmTask
 from primus_turbo_plugin.kernels.tuning.clock import Sample
-from primus_turbo_plugin.kernels.tuning.codec import encode
+from primus_turbo_plugin.kernels.tuning.codec import decode, encode
 from primus_turbo_plugin.kernels.tuning.entry import Entry, Failure
 from primus_turbo_plugin.kernels.tuning.search import Outcome, Trial
-from primus_turbo_plugin.kernels.tuning.tunable import Tunable
+from primus_turbo_plugin.kernels.tuning.table import TuningTable
+from primus_turbo_plugin.kernels.tuning.tunable import Tunable, tunables
 
 _SHOWN_FAILURES, _SHOWN_TIMES = 6, 3
 
@@ -130,6 +131,27 @@ def dry_lines(task: GemmTask, key: Any, tunable: Tunable[Any, Any], current: str
         return lines + table([("out", reason, short(config)) for config, reason in struck])
     counts = Counter(reason for _, reason in struck)
     return lines + table([("out", f"{count}x", reason) for reason, count in counts.most_common()])
+
+
+def table_lines(tuning: TuningTable, arch: str) -> list[str]:
+    """Every entry that applies on an architecture: where it is from, what it gains, what it chose."""
+    rows = []
+    for case, entry in tuning.entries.items():
+        if entry.arch != arch or entry.op not in tunables():
+            continue
+        tunable = tunables()[entry.op]
+        key = decode(tunable.key_type, entry.key, "key")
+        config = decode(tunable.config_type, entry.config, "configuration")
+        times = "-"
+        if entry.us and entry.default_us:
+            times = f"{entry.us:.1f} us, default {entry.default_us:.1f} us ({entry.default_us / entry.us:.2f}x)"
+        others = [f"{name} {us:.1f} us" for name, us in entry.backends.items() if name != "triton"]
+        failed = f"{len(entry.failures)} of {entry.candidates} failed" if entry.failures else ""
+        said = "; ".join(part for part in (entry.device, entry.date, *others, failed, entry.note) if part)
+        rows.append((str(key), tuning.origins[case], entry.source, times, f"{short(config)} ({said})"))
+    if not rows:
+        return [f"No tuned configuration applies on {arch}: every kernel runs its default."]
+    return table([("case", "from", "", "time", "configuration"), *rows])
 
 
 def backend_advice(times: Mapping[str, Mapping[str, float]]) -> list[str]:

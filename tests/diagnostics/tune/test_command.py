@@ -190,6 +190,21 @@ def test_a_run_prints_every_failure_and_writes_a_file_that_the_kernels_then_use(
         }
         assert entry.backends == {"triton": entry.us, "torch": 20.0}
     assert json.loads(path.read_text())["schema"] == 1
+    code, out, _ = run(capsys, "--show", "--arch", "sm90", "--turbo-tuning-file", str(path))
+    assert code == 0
+    shown = " ".join(out.split())
+    for word in (
+        "1024x2048x512",
+        "e2m1(1x32)",
+        path.name,
+        "default",
+        "torch 20.0 us",
+        "block_m=64 block_n=64",
+        "failed",
+    ):
+        assert word in shown, word
+    code, out, _ = run(capsys, "--show", "--arch", "gfx942", "--turbo-tuning-file", str(path))
+    assert (code, out) == (0, "No tuned configuration applies on gfx942: every kernel runs its default.\n")
 
 
 def test_a_case_in_which_nothing_works_is_an_error_and_no_entry(
