@@ -82,6 +82,15 @@ for _kind in ("u32", "i32"):
         lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c)), "D = the middle of S0, S1, S2",
     )  # fmt: skip
 
+    _op(
+        f"v_minmax_{_kind}", f"{_kind} = {_kind} {_kind} {_kind}",
+        lambda a, b, c: np.maximum(np.minimum(a, b), c), "D = max(min(S0, S1), S2)", archs=GFX1250,
+    )  # fmt: skip
+    _op(
+        f"v_maxmin_{_kind}", f"{_kind} = {_kind} {_kind} {_kind}",
+        lambda a, b, c: np.minimum(np.maximum(a, b), c), "D = min(max(S0, S1), S2)", archs=GFX1250,
+    )  # fmt: skip
+
 # -- 16 bits --------------------------------------------------------------------------------------------------------------
 _op("v_add_u16 v_add_nc_u16", "u16 = u16 u16", lambda a, b: a + b, "D = S0 + S1", saturates=True)
 _op("v_sub_u16 v_sub_nc_u16", "u16 = u16 u16", lambda a, b: a - b, "D = S0 - S1", saturates=True)
