@@ -48,6 +48,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="sequences a step")
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--lr", type=float, help="highest learning rate")
+    parser.add_argument("--characters", type=int, help="of text to take; default: all there is")
     parser.add_argument("--minutes", type=float, help="stop, to be continued, before so many have passed")
     parser.add_argument("--out", type=Path, default=Path("runs/mxfp4_study"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -89,7 +90,8 @@ def main(argv: list[str]) -> int:
     deadline = started + 60 * options.minutes if options.minutes else float("inf")
     settings = settings_of(options)
     size = settings.size
-    text = corpus.load(options.out, vocab=size.vocab, max_characters=_CHARACTERS.get(options.preset, 1 << 40))
+    characters = options.characters or _CHARACTERS.get(options.preset, 1 << 40)
+    text = corpus.load(options.out, vocab=size.vocab, max_characters=characters)
     print(
         f"{size.parameters / 1e6:.1f} M parameters, {settings.steps * settings.tokens_per_step / 1e6:.1f} M tokens a run, "
         f"{len(text.train) / 1e6:.1f} M in the text ({text.digest}), {len(chosen)} cells x {len(options.seeds)} seeds"
