@@ -87,7 +87,8 @@ def _hopper(key: GemmKey, units: Options) -> list[GemmConfig]:
     return [
         _config(128, 256, 64, units, num_warps=8, **parts, **tma),
         _config(128, 128, 64, units, num_warps=4, num_stages=3, epilogue_parts=2, **tma),
-        _config(128, 256, 64, units, num_warps=8, num_stages=3),
+        _config(64, 128, 64, units, num_warps=4, num_stages=4, epilogue_parts=2, **tma),
+        _config(128, 256, 64, units, num_warps=8, num_stages=3, epilogue_parts=2),
     ]
 
 
@@ -95,11 +96,8 @@ def _portable(key: GemmKey) -> list[GemmConfig]:
     """Pointers and small steps: these run everywhere, whatever the alignment."""
     units = _units(key)
     step = 64 if _plain(key) or (units["decode"] == "scratch" and units["units"] == "half") else 128
-    return [
-        _config(128, 128, step, units, num_warps=8, num_stages=2),
-        _config(64, 64, step, units, num_warps=4, num_stages=2),
-        _config(32, 32, step, units, num_warps=4, num_stages=2),
-    ]
+    sizes = [(128, 8), (64, 4), (32, 4)] if min(key.rows, key.cols) <= 32 else [(128, 8), (64, 4)]
+    return [_config(size, size, step, units, num_warps=warps, num_stages=2) for size, warps in sizes]
 
 
 def _config(block_m: int, block_n: int, block_k: int, units: Options, **options: Any) -> GemmConfig:
