@@ -22,6 +22,7 @@ from primus_turbo_plugin.diagnostics.tune.gemm_tasks import (
 )
 from primus_turbo_plugin.diagnostics.tune.report import backend_advice, dry_lines, entry_of, outcome_lines, table_lines
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
+from primus_turbo_plugin.kernels.tuning.codec import canonical, encode
 from primus_turbo_plugin.kernels.tuning.file import merge_into
 from primus_turbo_plugin.kernels.tuning.search import search
 from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--accumulate", action="store_true", help="--shapes add to an fp32 output")
     how = parser.add_argument_group("how")
     how.add_argument("--out", default=DEFAULT_FILE, metavar="FILE", help="entries are merged into it (%(default)s)")
+    how.add_argument("--resume", action="store_true", help="leave out cases that the file answers for these versions")
     how.add_argument("--dry-run", action="store_true", help="list candidates and what struck others out; needs no GPU")
     how.add_argument(
         "--show", action="store_true", help="print the entries that apply, and do nothing else; needs no GPU"
@@ -205,7 +207,8 @@ class _Run:
         from primus_turbo_plugin.kernels.triton.gemm_key import gpu_of
 
         arch, units = gpu_of(torch.cuda.current_device())
-        cases = distinct(tasks, arch, units)
+        done = self._done()
+        cases = [task for task in distinct(tasks, arch, units) if canonical(encode(task.key(arch, units))) not in done]
         machine = f"{self.device.name} ({arch}, {units} compute units), {_tunable().versions}"
         print(f"{machine}; {len(cases)} cases into {self.args.out}")
         failed, times = 0, {}
@@ -220,6 +223,14 @@ class _Run:
                 times[task.name] = found
         print("\n".join(backend_advice(times)))
         return 1 if failed else 0
+
+    def _done(self) -> set[str]:
+        """Cases not to be tuned again. Reading the file first shows what is wrong with it before hours are spent."""
+        entries = merge_into(self.args.out, [])
+        if not self.args.resume:
+            return set()
+        tunable = _tunable()
+        return {entry.case[1] for entry in entries if entry.op == tunable.op and entry.versions == tunable.versions}
 
     def _is_over(self) -> bool:
         return self.args.time_limit is not None and time.monotonic() - self.started > self.args.time_limit

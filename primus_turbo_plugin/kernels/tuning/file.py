@@ -128,8 +128,8 @@ def _locked(path: Path) -> Iterator[None]:
 
     try:
         lock = open(path.with_name(f".{path.name}.lock"), "w")  # noqa: SIM115
+        fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         raise ConfigError(f"tuning file {str(path)!r}: {error.strerror}. Give a path in a writable folder.") from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -217,7 +217,7 @@ def test_a_case_in_which_nothing_works_is_an_error_and_no_entry(
     code, out, _ = run(capsys, "--shapes", "1024,2048,512", "--out", str(path))
     assert code == 1
     assert "nothing works here: no entry is written" in out
-    assert not path.exists()
+    assert read_entries(path) == ()
 
 
 def test_a_gpu_that_breaks_keeps_earlier_cases_and_stops(
@@ -233,6 +233,31 @@ def test_a_gpu_that_breaks_keeps_earlier_cases_and_stops(
     assert "the GPU takes no more work" in err
     assert "candidates not tried" in out
     assert [entry.key["cols"] for entry in read_entries(path)] == [2048]
+
+
+def test_a_file_that_cannot_be_written_to_is_refused_before_anything_is_timed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, played_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlayedCase, "__init__", lambda *_: pytest.fail("a case was made"))
+    foreign = tmp_path / "foreign.json"
+    foreign.write_text("[1]")
+    for path, words in ((foreign, "is no tuning file"), (tmp_path / "no" / "t.json", "writable folder")):
+        code, _, err = run(capsys, "--shapes", "64,64,64", "--out", str(path))
+        assert code == 1
+        assert words in err
+    assert foreign.read_text() == "[1]"
+
+
+def test_resume_leaves_out_what_the_file_answers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, played_gpu: None
+) -> None:
+    path = str(tmp_path / "tuned.json")
+    run(capsys, "--shapes", "1024,2048,512", "--out", path)
+    _, out, _ = run(capsys, "--shapes", "1024,2048,512", "512,512,512", "--out", path, "--resume")
+    assert "1 cases into" in out
+    assert "1024x2048x512" not in out
+    _, out, _ = run(capsys, "--shapes", "1024,2048,512", "--out", path)
+    assert "1024x2048x512" in out
 
 
 def test_a_time_limit_leaves_cases_out_and_says_so(
