@@ -97,6 +97,7 @@ def stand_in(
             factors.append(scale.expand(rows, k))
         elif scale.shape == (rows, blocks):
             assert scale.stride() == (1, rows) or blocks == 1
+            assert rows % 4 == 0
             factors.append(scale.repeat_interleave(128, 1))
         else:
             assert scale.shape == (-(-rows // 128), blocks), scale.shape

@@ -1,8 +1,8 @@
 """y = a @ b.T of two FP8 operands through torch._scaled_mm: cuBLASLt and CUTLASS on NVIDIA, hipBLASLt on ROCm.
 
 Math      y[M, N] = (codes_a @ codes_b.T) * scale_a[M or 1] * scale_b[N or 1];  blocks of 128: scales inside the sum
-Layout    codes [outer, contraction], contraction last in both. torch wants K and N in multiples of 16: short operands are copied
-          with zeros, which add nothing, and the result is cut
+Layout    codes [outer, contraction], contraction last in both. torch wants K and N in multiples of 16, cuBLASLt with scales of
+          blocks M too: short operands are copied with zeros, which add nothing, and the result is cut
 Numerics  Fast accumulation is off: Hopper's FP8 units keep about 14 bits of a sum, and cuBLASLt then adds parts of it in fp32.
           Results that torch cannot write itself (fp32 with a scale a row, a bias of another dtype) are computed in fp32 and
           finished in fp32, with one rounding
@@ -98,15 +98,16 @@ def _product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: T
     step = _SQUARES_MULTIPLE if "128x128" in (a.spec.block, b.spec.block) else _MULTIPLE
     length = -(-max(a.padded_contraction, b.padded_contraction) // step) * step
     cols = -(-b.outer // _MULTIPLE) * _MULTIPLE
+    rows = a.outer if a.spec.block_shape[1] == 0 else -(-a.outer // _MULTIPLE) * _MULTIPLE
     if bias is not None:
         bias = pad(bias, (0, cols - b.outer))
     by_row = _one_scale_a_row(a, b)
     y = torch._scaled_mm(
-        _codes(a, a.outer, length), _codes(b, cols, length).t(),
-        _scale(a, a.outer, length, by_row), _scale(b, cols, length, by_row).t(),
+        _codes(a, rows, length), _codes(b, cols, length).t(),
+        _scale(a, rows, length, by_row), _scale(b, cols, length, by_row).t(),
         bias=bias, out_dtype=dtype, use_fast_accum=False,
     )  # fmt: skip
-    return y[:, : b.outer]
+    return y[: a.outer, : b.outer]
 
 
 def _codes(operand: QuantizedTensor, rows: int, length: int) -> Tensor:

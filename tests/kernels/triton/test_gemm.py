@@ -116,7 +116,7 @@ CONFIGS = {
     "split": GemmConfig(block_m=128, block_n=64, block_k=128, num_warps=4, num_stages=2, split_k=4),
     "scratch": GemmConfig(block_m=128, block_n=128, block_k=64, decode="scratch"),
     "scratch split": GemmConfig(block_m=64, block_n=64, block_k=64, num_warps=4, decode="scratch", split_k=3),
-    "tma": GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=4, **TMA),
+    "tma": GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=2, **TMA),
     "tma persistent": GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, persistent=True, **TMA),
     "tma scratch": GemmConfig(block_m=128, block_n=256, block_k=64, persistent=True, decode="scratch", **TMA),
     "fp8 units": GemmConfig(block_m=128, block_n=128, block_k=128, num_stages=3, units="fp8"),
