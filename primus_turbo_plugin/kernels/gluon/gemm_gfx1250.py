@@ -187,6 +187,7 @@ class _Source:
 
 def _source(operand: Operand) -> _Source:
     if isinstance(operand, QuantizedTensor):
+        operand = operand.plain()
         spec, rows = operand.spec, operand.shape[0]
         scale = operand.block_scale
         if spec.is_mx and spec.block_shape[0] > 1:
