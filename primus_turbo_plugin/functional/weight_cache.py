@@ -12,7 +12,7 @@ made:
 
 and a layer passes its cache only where one of the last two is known to report every change (`covers`), else it quantises afresh.
 
-What is not noticed: a write through `.data` between two forwards of one schedule; and, in a layer that no schedule announces to
+What is not noticed: a write through `.data` between two forwards of one schedule; and, in a module that no schedule announces to
 (outside `decoder.layers`, without fp8 or fp4), one between two training forwards under DDP without an optimizer step. torch gives
 no sign of such a write short of reading the weight again, which costs as much as the cast it would save. `begin_step()` or
 `clear()` after it is the remedy.

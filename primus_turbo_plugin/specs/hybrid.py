@@ -26,6 +26,7 @@ from primus_turbo_plugin.specs.checkpoint import FUSED_NAMES
 from primus_turbo_plugin.specs.layers import attention_spec, layer_norm, mlp_spec
 from primus_turbo_plugin.specs.on_demand import on_demand
 from primus_turbo_plugin.specs.provider import LINEAR_CLASSES, TurboSpecProvider
+from primus_turbo_plugin.specs.schedule_begins import AnnouncesSchedules
 from primus_turbo_plugin.specs.settings import resolve
 
 _Stack, _StackSubmodules = compat.hybrid_classes()
@@ -37,6 +38,18 @@ _REFUSED = {
     "dsa_layer": "sparse attention ('D')",
     "mla_layer": "multi-latent attention ('+')",
 }
+
+
+class _AttentionLayer(AnnouncesSchedules, TransformerLayer): ...
+
+
+class _MLPLayer(AnnouncesSchedules, MLPLayer): ...
+
+
+class _MoELayer(AnnouncesSchedules, MoETransformerLayer): ...
+
+
+class _MambaLayer(AnnouncesSchedules, MambaLayer): ...
 
 
 class TurboHybridStack(_Stack):  # type: ignore[misc, valid-type]
@@ -117,7 +130,7 @@ def _layer_templates(config: Any, provider: TurboSpecProvider) -> Mapping[str, M
     norm = IdentityOp if fused else layer_norm(config, provider)
     layers = {
         "attention_layer": ModuleSpec(
-            module=TransformerLayer,
+            module=_AttentionLayer,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=norm,
                 self_attention=attention_spec(config, provider),
@@ -126,7 +139,7 @@ def _layer_templates(config: Any, provider: TurboSpecProvider) -> Mapping[str, M
             ),
         ),
         "mlp_layer": ModuleSpec(
-            module=MLPLayer,
+            module=_MLPLayer,
             submodules=TransformerLayerSubmodules(
                 pre_mlp_layernorm=norm,
                 mlp=mlp_spec(config, provider, moe=False),
@@ -137,7 +150,7 @@ def _layer_templates(config: Any, provider: TurboSpecProvider) -> Mapping[str, M
     }
     if config.num_moe_experts is not None:
         layers["moe_layer"] = ModuleSpec(
-            module=MoETransformerLayer,
+            module=_MoELayer,
             submodules=TransformerLayerSubmodules(
                 pre_mlp_layernorm=layer_norm(config, provider),
                 mlp=mlp_spec(config, provider, moe=True),
@@ -154,7 +167,7 @@ def _mamba_layer(config: Any, provider: TurboSpecProvider) -> ModuleSpec:
     fused = provider.fuse_layernorm_and_linear()
     mixer = MambaMixerSubmodules(in_proj=_mixer_projection(provider), out_proj=provider.row_parallel_linear())
     return ModuleSpec(
-        module=MambaLayer,
+        module=_MambaLayer,
         submodules=MambaLayerSubmodules(
             norm=IdentityOp if fused else layer_norm(config, provider),
             mixer=ModuleSpec(module=MambaMixer, submodules=mixer),

@@ -78,6 +78,7 @@ JOBS = {
         turbo=MXFP4, steps=2, micro_batches=2,
         model={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ),
+    "hybrid": tiny_gpt.Job(turbo=MXFP4, steps=2, micro_batches=3, hybrid="*-*-", model={"num_layers": 4}),
     "prediction": tiny_gpt.Job(turbo=MXFP4, steps=2, micro_batches=3, model={"mtp_num_layers": 1}),
 }  # fmt: skip
 
