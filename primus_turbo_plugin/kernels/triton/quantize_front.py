@@ -73,6 +73,8 @@ def front_words(
             even = even + 1.0
             odd = odd + 1.0
         y = _round_to_word(low_half(x) * rstd * even, high_half(x) * rstd * odd)
+        if not EVEN:
+            y = gl.where(mask, y, 0)  # 0 * gamma may be -0, which padding is not
     else:
         if EVEN:
             up = gl.load(place + cols8 * 4)

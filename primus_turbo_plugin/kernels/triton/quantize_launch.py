@@ -16,8 +16,6 @@ TILE_COLS = 128
 """Columns of a tile of quantize_shared.py."""
 GROUP = 8
 """Token tiles side by side, so that their pieces of a columnwise row meet in the L2 cache."""
-MAX_REGISTERS = 80
-"""On sm_90: six programs of 128 threads a multiprocessor, without spills."""
 _MIN_TILE = 64
 
 
@@ -83,9 +81,7 @@ def launch_shared(
     words = x.view(torch.int32)
     amax = _whole_axis_amax(words, row, col, rows, cols)
     shuffled = any(copy.scale_layout != "plain" for copy in (row, col) if copy)
-    options: dict[str, Any] = {"maxnreg": MAX_REGISTERS} if target == "sm90" and not _is_stochastic(row, col) else {}
-    if front is not None:
-        options["enable_fp_fusion"] = False
+    options = {"enable_fp_fusion": False} if front is not None else {}
     quantize_shared_kernel[grid](
         words, gamma, rstd,
         *(row.buffers(torch.int32) if row else (None, None)), amax[0], row.signs if row else None,
@@ -121,10 +117,6 @@ def tile_token_blocks(shared_memory: int, specs: Iterable[QuantSpec | None]) -> 
 def num_warps(token_blocks: int, lanes: int) -> int:
     """Warps that a tile of quantize_shared.py occupies when a thread takes 32 tokens of a word, at most 4."""
     return min(token_blocks * 64 // lanes, 4)
-
-
-def _is_stochastic(row: Copy | None, col: Copy | None) -> bool:
-    return any(copy.meta.stochastic for copy in (row, col) if copy)
 
 
 def _whole_axis_amax(

@@ -22,7 +22,17 @@ _AT_ONCE = 4
 
 @triton.jit
 def _sum_kernel(
-    p0, p1, p2, p3, carry, out, size, COUNT: tl.constexpr, CARRIES: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
+    p0,
+    p1,
+    p2,
+    p3,
+    carry,
+    out,
+    size,
+    COUNT: tl.constexpr,
+    CARRIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
