@@ -13,6 +13,7 @@ Limits    coordinates are 32 bits, addresses 64
 """
 
 # ruff: noqa: RUF005  (Triton's language does not unpack into a tuple)
+# mypy: disable-error-code="assignment"  (tuples grow at compile time)
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from primus_turbo_plugin.kernels.gluon.gemm_gfx1250 import (
 )
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import Tile, tiles_for
 from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
+from primus_turbo_plugin.precision.formats import Format
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
@@ -197,7 +198,9 @@ def _target(name: str, case: Case, isa_gate: IsaGate | None, tolerance: float = 
 
 
 def _mx(element: str | None = None, **fields: Any) -> QuantSpec:
-    return QuantSpec(format="mxfp4", **fields) if element is None else QuantSpec(format="mxfp8", element=element)
+    return (
+        QuantSpec(format=Format.MXFP4, **fields) if element is None else QuantSpec(format=Format.MXFP8, element=element)
+    )
 
 
 def _operand(spec: QuantSpec | None, k_inner: bool = True, dtype: torch.dtype = torch.bfloat16) -> Callable[..., Any]:
@@ -211,8 +214,8 @@ def isa_targets() -> list[KernelTarget]:
     wide, _, little = tiles_for("e2m1", "e2m1")
     eight = tiles_for("e4m3", "e4m3")[0]
     mixed = tiles_for("e4m3", "e2m1")[1]
-    row = QuantSpec(format="fp8", block="rowwise")
-    whole = QuantSpec(format="fp8", element="e5m2", block="tensorwise")
+    row = QuantSpec(format=Format.FP8, block="rowwise")
+    whole = QuantSpec(format=Format.FP8, element="e5m2", block="tensorwise")
     k, rows = _operand(None), _operand(None, k_inner=False)
     fp4, fp4_square = _operand(_mx()), _operand(_mx(block="32x32"))
     transposing = gate("ds_load_tr16_b128", "v_wmma_f32_16x16x32_bf16")
