@@ -19,6 +19,7 @@ from primus_turbo_plugin import amdgcn
 from primus_turbo_plugin.kernels.gemm_checks import common_length
 from primus_turbo_plugin.kernels.reference import quantize as reference
 from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig, refusal
+from primus_turbo_plugin.kernels.triton.gemm_defaults import default_config
 from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, OperandKey
 from primus_turbo_plugin.kernels.triton.gemm_launch import plan
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
@@ -112,3 +113,22 @@ def test_quantised_operands_on_every_kind_of_unit(arch, left, right, config, rng
     assert _snr_db(y, _product(a, b)) > SNR_DB
     if config.units != "half":
         assert any(re.search(r"v_(mfma|wmma)\w*(fp8|bf8|f8f6f4)", kernel.asm) for kernel in compiled)
+
+
+SHIPPED: list[tuple[str, QuantSpec | None]] = [("nt", None), ("tn", None), ("nt", ROW), ("nt", MX4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("layout", "spec"), SHIPPED, ids=["bf16 nt", "bf16 tn into fp32", "fp8", "mxfp4"])
+def test_the_shipped_configuration_of_a_large_product(arch, layout, spec, rng) -> None:
+    """The tile, pipeline and chiplet order that a 16384-token product would get, on one tile and a part of the next."""
+    m, n, k = 304, 256, 768
+    a, b = _plain(rng, m, k, layout == "tn"), _plain(rng, n, k, layout == "tn")
+    left, right = (x if spec is None else reference.quantize(x, spec) for x in (a, b))
+    kinds = {"a": OperandKey.of(left), "b": OperandKey.of(right), "accumulate": layout == "tn", "out": "fp32"}
+    units = {"gfx942": 304, "gfx950": 256, "gfx1250": 256}[arch]
+    large = GemmKey(arch=arch, compute_units=units, rows=16384, cols=4096, contraction=4096, **kinds)
+    out = torch.zeros(m, n) if layout == "tn" else None
+    y, _ = emulate(left, right, arch, default_config(large), out=out)
+    assert _snr_db(y, _product(left, right)) > 100.0
