@@ -13,7 +13,7 @@ Limits    coordinates are 32 bits, addresses 64
 """
 
 # ruff: noqa: RUF005  (Triton's language does not unpack into a tuple)
-# mypy: disable-error-code="assignment"  (tuples grow at compile time)
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
