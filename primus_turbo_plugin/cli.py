@@ -3,6 +3,7 @@
 doctor     what this machine can do, what serves each op, and what is broken
 tune       find the fastest kernel configurations for a model's shapes on this GPU
 memory     what a model's linears keep for backward under a recipe, against BF16
+trace      how much of each overlapped collective of a training run lay under compute
 isa        what the compiler made of an AMD kernel
 emulate    run an AMD kernel in the functional emulator
 """
@@ -53,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line; an unknown subcommand is answered with those that exist."""
     from primus_turbo_plugin.amdgcn import commands as amdgcn
     from primus_turbo_plugin.diagnostics import memory_report
+    from primus_turbo_plugin.diagnostics.trace import command as trace
     from primus_turbo_plugin.diagnostics.tune import command as tune
     from primus_turbo_plugin.precision.config_sources import add_turbo_arguments
 
@@ -80,6 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
     memory = commands.add_parser("memory", help=memory_report.HELP, description=memory_report.HELP)
     memory_report.add_arguments(memory)
     memory.set_defaults(run=memory_report.run)
+    trace_parser = commands.add_parser("trace", help=trace.HELP, description=trace.HELP)
+    trace.add_arguments(trace_parser)
+    trace_parser.set_defaults(run=trace.run)
     isa = commands.add_parser("isa", help=amdgcn.ISA_HELP, description=amdgcn.ISA_HELP)
     amdgcn.add_isa_arguments(isa)
     isa.set_defaults(run=amdgcn.run_isa)

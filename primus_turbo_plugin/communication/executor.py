@@ -9,6 +9,7 @@ scatters therefore have a channel each, and a gathered operand may be read until
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -59,10 +60,7 @@ class Form:
         return -(-rows // self.per_row)
 
     def row_bytes(self) -> int:
-        size = torch.empty((), dtype=self.dtype).element_size()
-        for extent in self.tail:
-            size *= extent
-        return size
+        return math.prod(self.tail, start=self.dtype.itemsize)
 
     @classmethod
     def of(cls, t: Tensor, per_row: int = 1) -> Form:
@@ -155,11 +153,15 @@ class Channel:
         call = Call(program, self._sequence, planes, forms, input_forms or forms, offsets, multiply, label)
         if self.tracer is not None:
             call.span = self.tracer.begin(label, self.transport)
-        expected = [
-            Expected(sender, put, tuple(_part(t, put.target, f) for t, f in zip(slot, forms)))
-            for sender, put in incoming(programs, program.rank)
-        ]
-        self.transport.begin(arena, self._sequence, expected, program.puts)
+        expected: list[Expected] = []
+        puts: tuple[Put, ...] = ()
+        if not self.transport.capabilities.one_sided:
+            puts = program.puts
+            expected = [
+                Expected(sender, put, tuple(_part(t, put.target, f) for t, f in zip(slot, forms)))
+                for sender, put in incoming(programs, program.rank)
+            ]
+        self.transport.begin(arena, self._sequence, expected, puts)
         self._open = call
         self._run(call, program.start)
         if call.span is not None and program.finish:
@@ -202,7 +204,9 @@ class Channel:
         if isinstance(op, Put):
             pieces = self._pieces(call, op)
             if call.span is not None:
-                with call.span.on(op.lane, f"put to rank {op.peer}", sum(t.nbytes for _, t in pieces)):
+                own = op.peer == call.program.rank
+                name = "own rows into the slot" if own else f"put to rank {op.peer}"
+                with call.span.on(op.lane, name, 0 if own else sum(t.nbytes for _, t in pieces)):
                     transport.put(arena, op, pieces)
             else:
                 transport.put(arena, op, pieces)

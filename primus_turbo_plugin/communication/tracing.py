@@ -110,6 +110,7 @@ class Tracer:
     def __init__(self, folder: Path, first: int = 2, last: int = 3) -> None:
         self.folder, self.first, self.last = folder, first, last
         self._step = 1
+        self._optimizer: int | None = None
         self._spans: list[Span] = []
         self._handle = register_optimizer_step_post_hook(self._stepped)
 
@@ -125,7 +126,11 @@ class Tracer:
         self._spans.append(span)
         return span
 
-    def _stepped(self, *_: Any) -> None:
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        if self._optimizer is None:
+            self._optimizer = id(optimizer)
+        if self._optimizer != id(optimizer):  # one of several that step together
+            return
         self._step += 1
         if self._step == self.last + 1:
             self.write()
@@ -181,17 +186,26 @@ def current_tracer() -> Tracer | None:
 
 
 def parse(value: str) -> Tracer:
-    """The tracer that the variable's value describes."""
-    folder, _, steps = value.rpartition(":")
-    if not folder:
-        return Tracer(Path(value))
+    """The tracer that the variable's value describes; raises as `parse_value`."""
+    return Tracer(*parse_value(value))
+
+
+def parse_value(value: str) -> tuple[Path, int, int]:
+    """Folder, first and last step.
+
+    Raises:
+        ConfigError: The value is malformed.
+    """
+    folder, colon, steps = value.rpartition(":")
+    if not colon:
+        return Path(value), 2, 3
     first, _, last = steps.partition("-")
     try:
         numbers = int(first), int(last or first)
     except ValueError:
         numbers = (0, 0)
-    if not 1 <= numbers[0] <= numbers[1]:
+    if not folder or not 1 <= numbers[0] <= numbers[1]:
         raise ConfigError(
             f"{VARIABLE}={value}: must be FOLDER or FOLDER:FIRST-LAST with steps from 1, got steps {steps!r}."
         )
-    return Tracer(Path(folder), *numbers)
+    return Path(folder), *numbers

@@ -95,7 +95,7 @@ class Transport(abc.ABC):
         """Frees it, once no rank uses it any more. Collective."""
 
     def begin(self, arena: Arena, value: int, expected: Sequence[Expected], puts: Sequence[Put]) -> None:  # noqa: B027
-        """A call begins: its sequence number, what will arrive, and what this rank will put."""
+        """A call begins: its sequence number; for a two-sided transport, what will arrive and what this rank will put."""
 
     @abc.abstractmethod
     def fork(self, arena: Arena, lane: int) -> None:
