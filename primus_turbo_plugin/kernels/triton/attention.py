@@ -66,7 +66,7 @@ def attention_bwd(
     """
     assert bias is None, "supports() refuses a bias"
     dq, dk, dv, row_delta = attention_ops.attention_bwd(
-        dout, q, k, v, out, lse, delta, q_grad_dtype, kv_grad_dtype, options.deterministic, *_fields(options, sinks)
+        dout, q, k, v, out, lse, delta, q_grad_dtype, kv_grad_dtype, *_fields(options, sinks)
     )
     dsinks = None
     if sinks is not None:

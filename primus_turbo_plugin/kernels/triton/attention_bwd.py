@@ -6,9 +6,10 @@ Math      P = 2^(S - lse);  dP = dout @ v.T;  dS = P (dP - delta), delta = sum d
 Layout    dkdv: a program has BLOCK_N keys of one group and goes through the queries of all its heads that see any; scores are
           computed transposed, so that P and dS stay in registers. dq: BLOCK_M queries of one head, through their keys. Blocks
           without a mask run in loops of their own
-Cost      dkdv 8 D FLOPs a score and dq 6 (S and dP twice: 7 products for 5). With FUSE_DQ, dkdv adds its part of dq, 10 D in
-          all, to an fp32 buffer by atomics: fewer FLOPs, sums in any order
-Numerics  fp32 inside; P and dS are rounded to the tensors' dtype for the products. Without FUSE_DQ every sum has a fixed order
+Cost      dkdv 8 D FLOPs a score and dq 6: S and dP are computed twice, 7 products where 5 would do. One kernel for all three,
+          adding up dq by atomics, took 10.0 to 14.8 ms where these two take 6.1 (H200, b2 s8192 h32/8 d128 causal, 2026-12)
+Numerics  fp32 inside; P and dS are rounded to the tensors' dtype for the products. Every sum has a fixed order: same bits
+          every run
 Limits    as attention_fwd.py
 """
 
@@ -87,11 +88,11 @@ def _score_gradients(
 
 @triton.jit
 def _dkdv_block(
-    dk0, dk1, dv, k0, k1, values, q, q_desc, q_desc1, dout, dout_desc, dq, lse2, delta, masked,
+    dk0, dk1, dv, k0, k1, values, q, q_desc, q_desc1, dout, dout_desc, lse2, delta, masked,
     q_places, column_words, query_word, threshold, keep_scale, natural,
     batch, head, q_start, q_len, k_len, position, first, keys, left, right, scale, softcap,
-    stride_qs, stride_qd, stride_gs, stride_gd, stride_dqs, stride_mq,
-    META: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FUSE_DQ: tl.constexpr, MASKED: tl.constexpr,
+    stride_qs, stride_qd, stride_gs, stride_gd, stride_mq,
+    META: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: the new (dk0, dk1, dv), with `keys` as rows."""
     TMA: tl.constexpr = META.tma and not (MASKED and (META.packed or META.zigzag))
@@ -149,24 +150,12 @@ def _dkdv_block(
     dk0 = tl.dot(ds, q0, dk0)
     if META.d1 > 0:
         dk1 = tl.dot(ds, q1, dk1)
-    if FUSE_DQ:
-        ds_t = tl.trans(ds)
-        part = tl.dot(ds_t, k0)
-        cols = tl.arange(0, META.d0)
-        places = dq + tl.cast(first, tl.int64) * stride_dqs + tl.arange(0, BLOCK_M)[:, None] * stride_dqs
-        mask = (rows < q_len)[:, None] & (cols < META.dim)[None, :]
-        tl.atomic_add(places + cols[None, :], part, mask=mask, sem="relaxed")
-        if META.d1 > 0:
-            part = tl.dot(ds_t, k1)
-            cols = META.d0 + tl.arange(0, META.d1)
-            mask = (rows < q_len)[:, None] & (cols < META.dim)[None, :]
-            tl.atomic_add(places + cols[None, :], part, mask=mask, sem="relaxed")
     return dk0, dk1, dv
 
 
 @triton.jit
 def attention_dkdv_kernel(
-    q, k, v, q_desc, q_desc1, dout, dout_desc, dq, dk, dv, lse2, delta, masked, seed, q_places, k_places,
+    q, k, v, q_desc, q_desc1, dout, dout_desc, dk, dv, lse2, delta, masked, seed, q_places, k_places,
     cu_q, starts_q, cu_k, starts_k,
     heads, groups, q_tokens, k_tokens, sequences, slots, cp_rank, cp_size, splits,
     left, right, scale, grad_scale, softcap, first_head, threshold, keep_scale,
@@ -174,11 +163,10 @@ def attention_dkdv_kernel(
     stride_kb, stride_ks, stride_kh, stride_kd,
     stride_vb, stride_vs, stride_vh, stride_vd,
     stride_gb, stride_gs, stride_gh, stride_gd,
-    stride_dqb, stride_dqs, stride_dqh,
     stride_dkp, stride_dkb, stride_dks, stride_dkh, stride_dkd,
     stride_dvp, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
     stride_mb, stride_mh, stride_mq, stride_mk,
-    META: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FUSE_DQ: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    META: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_FIRST: tl.constexpr,
     MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: batch * groups * splits * slots. The heads of a group are shared out over `splits` programs, each with a part
@@ -271,11 +259,6 @@ def attention_dkdv_kernel(
         line = (tl.cast(batch, tl.int64) * heads + head) * q_tokens + q_start
         q_here = q + tl.cast(batch, tl.int64) * stride_qb + tl.cast(q_start, tl.int64) * stride_qs + head * stride_qh
         g_here = dout + tl.cast(batch, tl.int64) * stride_gb + tl.cast(q_start, tl.int64) * stride_gs + head * stride_gh
-        dq_here = dq
-        if FUSE_DQ:
-            dq_here = (
-                dq + tl.cast(batch, tl.int64) * stride_dqb + tl.cast(q_start, tl.int64) * stride_dqs + head * stride_dqh
-            )
         masked_here = masked
         if META.masked:
             masked_here = masked + batch * stride_mb + head * stride_mh + tl.cast(q_start, tl.int64) * stride_mq
@@ -291,25 +274,25 @@ def attention_dkdv_kernel(
         if META.has_right or META.masked:
             for first in tl.range(low, full_low, BLOCK_M, num_stages=MASKED_STAGES):
                 dk0, dk1, dvalues = _dkdv_block(
-                    dk0, dk1, dvalues, k0, k1, values, q_here, q_desc, q_desc1, g_here, dout_desc, dq_here, lse2 + line,
+                    dk0, dk1, dvalues, k0, k1, values, q_here, q_desc, q_desc1, g_here, dout_desc, lse2 + line,
                     delta + line, masked_here, q_places, column_words, query_word, threshold, keep_scale, natural,
                     batch, head, q_start, q_len, k_len, position, first, keys, left, right, scale, softcap,
-                    stride_qs, stride_qd, stride_gs, stride_gd, stride_dqs, stride_mq, META, BLOCK_M, BLOCK_N, FUSE_DQ, True,
+                    stride_qs, stride_qd, stride_gs, stride_gd, stride_mq, META, BLOCK_M, BLOCK_N, True,
                 )  # fmt: skip
         if not META.masked:
             for first in range(full_low, full_high, BLOCK_M):
                 dk0, dk1, dvalues = _dkdv_block(
-                    dk0, dk1, dvalues, k0, k1, values, q_here, q_desc, q_desc1, g_here, dout_desc, dq_here, lse2 + line,
+                    dk0, dk1, dvalues, k0, k1, values, q_here, q_desc, q_desc1, g_here, dout_desc, lse2 + line,
                     delta + line, masked_here, q_places, column_words, query_word, threshold, keep_scale, natural,
                     batch, head, q_start, q_len, k_len, position, first, keys, left, right, scale, softcap,
-                    stride_qs, stride_qd, stride_gs, stride_gd, stride_dqs, stride_mq, META, BLOCK_M, BLOCK_N, FUSE_DQ, False,
+                    stride_qs, stride_qd, stride_gs, stride_gd, stride_mq, META, BLOCK_M, BLOCK_N, False,
                 )  # fmt: skip
         for first in tl.range(full_high, high, BLOCK_M, num_stages=MASKED_STAGES):
             dk0, dk1, dvalues = _dkdv_block(
-                dk0, dk1, dvalues, k0, k1, values, q_here, q_desc, q_desc1, g_here, dout_desc, dq_here, lse2 + line,
+                dk0, dk1, dvalues, k0, k1, values, q_here, q_desc, q_desc1, g_here, dout_desc, lse2 + line,
                 delta + line, masked_here, q_places, column_words, query_word, threshold, keep_scale, natural,
                 batch, head, q_start, q_len, k_len, position, first, keys, left, right, scale, softcap,
-                stride_qs, stride_qd, stride_gs, stride_gd, stride_dqs, stride_mq, META, BLOCK_M, BLOCK_N, FUSE_DQ, True,
+                stride_qs, stride_qd, stride_gs, stride_gd, stride_mq, META, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
 
     # Rows past k_len hold what masked blocks left there: zero.

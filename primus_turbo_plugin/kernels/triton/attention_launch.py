@@ -153,26 +153,24 @@ def delta_launch(out: Tensor, dout: Tensor, lse: Tensor, delta: Tensor | None, l
 
 
 def dkdv_launch(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dq: Tensor | None, dk: Tensor, dv: Tensor, lse2: Tensor, delta: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dk: Tensor, dv: Tensor, lse2: Tensor, delta: Tensor,
     problem: Problem, tile: Tile, *, tma: bool, both_ways: bool = False,
 ) -> Launch:  # fmt: skip
-    """dk and dv `[splits, batch, tokens, groups, dim]`; dq fp32 `[batch, tokens, heads, dim]`, added to, unless None."""
+    """dk and dv `[splits, batch, tokens, groups, dim]`."""
     meta = meta_of(q, k, v, problem, tile, tma=tma, both_ways=both_ways)
     slots = _slots(k.shape[1], problem.starts_k, 1, tile.block_n)
     splits = dk.shape[0]
     q_desc, q_desc1 = _descriptors(q, meta.d0, meta.d1, tile.block_m, meta.tma)
     dout_desc, _ = _descriptors(dout, meta.dv, 0, tile.block_m, meta.tma)
-    dq_strides = _strides("dq", dq) if dq is not None else {f"stride_dq{axis}": 0 for axis in "bshd"}
-    del dq_strides["stride_dqd"]
     args = {
         "q": q, "k": k, "v": v, "q_desc": q_desc, "q_desc1": q_desc1, "dout": dout, "dout_desc": dout_desc,
-        "dq": dq, "dk": dk, "dv": dv, "lse2": lse2, "delta": delta, **_shared(q, k, problem), "slots": slots, "splits": splits,
-        **_strides("q", q), **_strides("k", k), **_strides("v", v), **_strides("g", dout), **dq_strides,
+        "dk": dk, "dv": dv, "lse2": lse2, "delta": delta, **_shared(q, k, problem), "slots": slots, "splits": splits,
+        **_strides("q", q), **_strides("k", k), **_strides("v", v), **_strides("g", dout),
         "stride_dkp": dk.stride(0), **_strides("dk", dk[0]), "stride_dvp": dv.stride(0), **_strides("dv", dv[0]),
         **_mask_strides(problem),
     }  # fmt: skip
     grid = slots * splits * k.shape[0] * k.shape[2]
-    return _launch(attention_dkdv_kernel, grid, args, meta, tile, FUSE_DQ=dq is not None)
+    return _launch(attention_dkdv_kernel, grid, args, meta, tile)
 
 
 def dq_launch(
@@ -204,6 +202,8 @@ def can_use_descriptors(*tensors: Tensor) -> bool:
 def _launch(kernel: Any, grid: int, args: dict[str, Any], meta: AttentionMeta, tile: Tile, **constants: Any) -> Launch:
     constants |= {"META": meta, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "HEADS_FIRST": tile.heads_first}
     constants["MASKED_STAGES"] = tile.num_stages if meta.masked else tile.masked_stages or tile.num_stages
+    if meta.masked and kernel is attention_dq_kernel:
+        constants["MASKED_STAGES"] = 1  # otherwise ptxas 13.0, which comes with Triton 3.6, crashes
     return Launch(kernel, (grid,), args, constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages})
 
 

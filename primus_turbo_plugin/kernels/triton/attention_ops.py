@@ -43,7 +43,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *problem: Any) -> Ten
 
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None,
-    q_dtype: torch.dtype | None, kv_dtype: torch.dtype | None, deterministic: bool, *problem: Any,
+    q_dtype: torch.dtype | None, kv_dtype: torch.dtype | None, *problem: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from primus_turbo_plugin.kernels.triton import attention_launch as launch
 
@@ -55,22 +55,17 @@ def _backward(
     no_sequence = described.cu_q is not None and described.cu_q.shape[0] == 1
     if q.numel() == 0 or k.numel() == 0 or no_sequence:
         return dq.zero_(), dk.zero_(), dv.zero_(), row_delta.zero_()
-    fused = None if deterministic else tiles.fused
     with _device(q):
         tma = _use_descriptors(q, k, v, dout)
         both_ways = torch.version.hip is not None
         lse2 = torch.empty_like(lse)
         launch.delta_launch(out, dout, lse, row_delta if delta is None else None, lse2).run()
-        tile = fused or tiles.dkdv
-        splits = _splits(q, k, tile.block_n)
+        splits = _splits(q, k, tiles.dkdv.block_n)
         parts_k, parts_v = _parts(dk, splits), _parts(dv, splits)
-        total = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else None
-        shared = (lse2, row_delta, described)
-        launch.dkdv_launch(q, k, v, dout, total, parts_k, parts_v, *shared, tile, tma=tma, both_ways=both_ways).run()
-        if total is not None:
-            torch.mul(total, described.scale, out=dq)
-        else:
-            launch.dq_launch(q, k, v, dout, dq, *shared, tiles.dq, tma=tma, both_ways=both_ways).run()
+        shared: tuple[Any, ...] = (lse2, row_delta, described)
+        ways: dict[str, Any] = {"tma": tma, "both_ways": both_ways}
+        launch.dkdv_launch(q, k, v, dout, parts_k, parts_v, *shared, tiles.dkdv, **ways).run()
+        launch.dq_launch(q, k, v, dout, dq, *shared, tiles.dq, **ways).run()
     if splits > 1:
         dk.copy_(parts_k.sum(0))
         dv.copy_(parts_v.sum(0))
@@ -152,7 +147,7 @@ attention_bwd = torch.library.custom_op(
     mutates_args=(),
     schema=(
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? delta, ScalarType? q_dtype, "
-        f"ScalarType? kv_dtype, bool deterministic, {_PROBLEM}) -> (Tensor, Tensor, Tensor, Tensor)"
+        f"ScalarType? kv_dtype, {_PROBLEM}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 
@@ -165,6 +160,6 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *problem: Any) -
 @attention_bwd.register_fake
 def _backward_fake(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None,
-    q_dtype: torch.dtype | None, kv_dtype: torch.dtype | None, deterministic: bool, *problem: Any,
+    q_dtype: torch.dtype | None, kv_dtype: torch.dtype | None, *problem: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _new_gradients(q, k, v, lse, q_dtype, kv_dtype)

@@ -94,15 +94,6 @@ def pack8_f32(y, CLAMP: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def pack8_codes(codes):
-    """A tuple of eight int32 codes to an int32 word; element 0 in the lowest nibble."""
-    word = codes[7]
-    for i in tl.static_range(1, 8):
-        word = (word << 4) | codes[7 - i]
-    return word
-
-
-@triton.jit
 def low_half(word):
     """The even element of a word of two bf16, as fp32."""
     return (word << 16).to(tl.float32, bitcast=True)

@@ -36,12 +36,6 @@ def _convert_e5m2(y0, y1, y2, y3):
 
 
 @triton.jit
-def pack4_codes(codes):
-    """A tuple of four int32 codes to an int32 word; element 0 in the lowest byte."""
-    return codes[0] | (codes[1] << 8) | (codes[2] << 16) | (codes[3] << 24)
-
-
-@triton.jit
 def pack4_f32(y, META: tl.constexpr, TARGET: tl.constexpr):
     """A tuple of four fp32 tensors, already divided by the scale, to an int32 word of codes; element 0 in the lowest byte."""
     if TARGET == "sm90":

@@ -70,9 +70,11 @@ def _wide_lds(key: GemmKey, units: Options, *, half_step: int, warps: int) -> li
     both_fp4 = key.a.bits == key.b.bits == 4
     step = {"half": half_step, "fp8": 128, "mx": 256 if both_fp4 else 128}[units["units"]]
     if _blocked(key):
-        first = _config(256, 128, 128, units, num_warps=8, num_stages=2)
+        first = _config(256, 128, 128, units, num_warps=warps, num_stages=2, epilogue_parts=2)
     else:
-        first = _config(256, 256, step, units, num_warps=warps, num_stages=2, epilogue_parts=2)
+        first = _config(
+            256, 256, step, units, num_warps=warps, num_stages=2, epilogue_parts=4 if units["units"] == "mx" else 2
+        )
     return [first, _config(128, 128, 128 if _blocked(key) else step, units, num_warps=4, num_stages=2)]
 
 

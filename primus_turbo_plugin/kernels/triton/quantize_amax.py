@@ -10,11 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ROWS = tl.constexpr(128)
 WORDS = tl.constexpr(64)
-TILES = 4
-"""Tiles of a program: the maxima of its rows stay in registers meanwhile."""
-_TILES = tl.constexpr(TILES)
+ROWS, TILES = 128, 4
+"""Rows of a program and its tiles of 128 columns: the maxima of its rows stay in registers meanwhile."""
 
 
 @triton.jit
@@ -22,13 +20,13 @@ def amax_words_kernel(
     x_ptr, row_amax, col_amax,
     rows, cols8,
     row_stride16,
-    ROW: tl.constexpr, COL: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Folds a program's amax into zeroed int32 `row_amax` and `col_amax`, each `[outer]` or (tensorwise) `[1]`."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     along_rows = tl.zeros((ROWS, WORDS), tl.int32)
-    for i in range(_TILES):
-        word = (tl.program_id(1) * _TILES + i) * WORDS + tl.arange(0, WORDS)
+    for i in tl.static_range(TILES):
+        word = (tl.program_id(0) * TILES + i) * WORDS + tl.arange(0, WORDS)
         place = x_ptr + row.to(tl.int64)[:, None] * (row_stride16 * 4) + word[None, :]
         words = tl.load(place, mask=(row < rows)[:, None] & (word < cols8 * 4)[None, :], other=0)
         low = (words << 16) & 0x7FFF0000

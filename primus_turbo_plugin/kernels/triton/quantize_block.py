@@ -20,13 +20,12 @@ from primus_turbo_plugin.kernels.triton.fp4_codes import (
     low_half,
     max_of_halves,
     pack8_bf16,
-    pack8_codes,
     pack8_f32,
     scale_of_amax,
 )
-from primus_turbo_plugin.kernels.triton.fp8_codes import pack4_codes, pack4_f32
+from primus_turbo_plugin.kernels.triton.fp8_codes import pack4_f32
 from primus_turbo_plugin.kernels.triton.rotation import rotate_stages
-from primus_turbo_plugin.kernels.triton.rounding import abs_bits, divide, mx_scale_byte, philox, round_codes
+from primus_turbo_plugin.kernels.triton.rounding import abs_bits, divide, mx_scale_byte, philox, round_stochastic
 
 
 @gluon.jit
@@ -211,16 +210,13 @@ def codes_of_values(values, scale, draw, META: gl.constexpr, TARGET: gl.constexp
             for g in gl.static_range(PER_WORD // 4):
                 bits = philox(draw[0] + (q * (PER_WORD // 4) + g), draw[1], draw[2], draw[3], draw[4])
                 for i in gl.static_range(4):
-                    v = gl.where(is_number, y[q * PER_WORD + g * 4 + i], 0.0)
-                    part = part + (round_codes(v, bits[i], META),)
-            if META.codes_per_byte == 2:
-                word = pack8_codes(part)
-            else:
-                word = pack4_codes(part)
-        elif META.codes_per_byte == 2:
-            word = pack8_f32(y[q * 8 : q * 8 + 8], META.bf16_round_up == 0, TARGET)
+                    part = part + (round_stochastic(y[q * PER_WORD + g * 4 + i], bits[i], META, TARGET),)
         else:
-            word = pack4_f32(y[q * 4 : q * 4 + 4], META, TARGET)
+            part = y[q * PER_WORD : (q + 1) * PER_WORD]
+        if META.codes_per_byte == 2:
+            word = pack8_f32(part, META.bf16_round_up == 0 and not META.stochastic, TARGET)
+        else:
+            word = pack4_f32(part, META, TARGET)
         words = words + (gl.where(is_number, word, 0),)
     return words
 

@@ -95,6 +95,7 @@ def launch_shared(
         FRONT=front,
         SUMS=sums is not None,
         SHUFFLED=shuffled,
+        REVERSED=rstd is not None or any(buffer is not None for buffer in amax),
         TB=token_blocks,
         GROUP=GROUP,
         LANES=warp_size(index),
@@ -125,13 +126,14 @@ def _whole_axis_amax(
     """Amax bits of the copies whose scale spans an axis, by a read of their own."""
     amax = [copy.amax_buffer() if copy else None for copy in (row, col)]
     if any(buffer is not None for buffer in amax):
-        from primus_turbo_plugin.kernels.triton.quantize_amax import TILES, amax_words_kernel
+        from primus_turbo_plugin.kernels.triton.quantize_amax import ROWS, TILES, amax_words_kernel
 
         metas = [copy.meta if copy and copy.meta.needs_amax else None for copy in (row, col)]
-        grid = (-(-rows // 128), -(-cols // (TILE_COLS * TILES)))
+        grid = (-(-cols // (TILE_COLS * TILES)), -(-rows // ROWS))
         amax_words_kernel[grid](
-            words, *amax, rows, cols // 8, words.stride(0) // 4, ROW=metas[0], COL=metas[1], num_warps=8
-        )
+            words, *amax, rows, cols // 8, words.stride(0) // 4,
+            ROW=metas[0], COL=metas[1], ROWS=ROWS, TILES=TILES, num_warps=8,
+        )  # fmt: skip
     return amax
 
 

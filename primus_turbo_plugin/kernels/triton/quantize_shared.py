@@ -358,9 +358,11 @@ def _front_to_shared(
 
 
 @gluon.jit
-def _tile_of_program(token_tiles, col_tiles, GROUP: gl.constexpr):
+def _tile_of_program(token_tiles, col_tiles, GROUP: gl.constexpr, REVERSED: gl.constexpr):
     """(token tile, column tile): GROUP token tiles side by side, whose pieces of a columnwise row meet in the L2 cache."""
     pid = gl.program_id(0)
+    if REVERSED:  # x was read from its first row to its last just before: the last ones are still in the L2 cache
+        pid = token_tiles * col_tiles - 1 - pid
     first = pid // (GROUP * col_tiles) * GROUP
     size = gl.minimum(token_tiles - first, GROUP)
     within = pid % (GROUP * col_tiles)
@@ -379,6 +381,7 @@ def quantize_shared_kernel(
     rows, cols8, row_stride16,
     row_k0, row_k1, row_c2, row_c3, col_k0, col_k1, col_c2, col_c3,
     ROW: gl.constexpr, COL: gl.constexpr, FRONT: gl.constexpr, SUMS: gl.constexpr, SHUFFLED: gl.constexpr,
+    REVERSED: gl.constexpr,
     TB: gl.constexpr, GROUP: gl.constexpr, LANES: gl.constexpr, EVEN: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """Both copies of 32 TB tokens by 128 columns.
@@ -388,7 +391,7 @@ def quantize_shared_kernel(
     """
     TOKENS: gl.constexpr = TB * 32
     LOADS: gl.constexpr = gl.BlockedLayout([1, 4], [LANES // 16, 16], [gl.num_warps(), 1], [1, 0])
-    token_tile, col_tile = _tile_of_program((rows + (TOKENS - 1)) // TOKENS, (cols8 + 15) // 16, GROUP)
+    token_tile, col_tile = _tile_of_program((rows + (TOKENS - 1)) // TOKENS, (cols8 + 15) // 16, GROUP, REVERSED)
     smem = gl.allocate_shared_memory(gl.int32, [TOKENS, WORDS], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     token = token_tile * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, LOADS))
     word = col_tile * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, LOADS))

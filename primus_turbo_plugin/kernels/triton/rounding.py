@@ -94,6 +94,44 @@ def philox_words4(counter, k0, k1, c2, c3):
 
 
 @triton.jit
+def _fma_toward_zero(a, b, c):
+    return tl.inline_asm_elementwise(
+        "fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def round_stochastic(y, words, META: tl.constexpr, TARGET: tl.constexpr):
+    """y rounded to a number of the format, by random bits: `round_codes`'s value, without conversions between fp32 and integers.
+
+    Adding 2^(e + 23 - m), which has y's sign, leaves the multiple of the step in the low bits; toward zero that is the lower
+    neighbour. The rest is compared with chance * step: all exact.
+
+    Args:
+        y: fp32, without NaN.
+        words: Random bits (uint32) of each element.
+        META: The copy's `CopyMeta`.
+        TARGET: "sm90" has an addition that rounds toward zero.
+    """
+    magnitude = tl.minimum(tl.abs(y), META.max_value)
+    smallest: tl.constexpr = META.emin << 23
+    binade = tl.maximum(magnitude.to(tl.int32, bitcast=True), smallest) & 0x7F800000
+    binade = binade.to(tl.float32, bitcast=True)
+    anchor: tl.constexpr = 2.0 ** (23 - META.mantissa)
+    unit: tl.constexpr = 2.0**-META.mantissa
+    if TARGET == "sm90":
+        shifted = _fma_toward_zero(binade, anchor + y * 0, magnitude)
+        lower = tl.fma(binade, -anchor, shifted)
+    else:
+        lower = tl.fma(binade, -anchor, tl.fma(binade, anchor, magnitude))
+        lower = tl.where(lower > magnitude, tl.fma(binade, -unit, lower), lower)
+    chance = (words >> 8).to(tl.int32).to(tl.float32) * (binade * (unit * 5.9604644775390625e-08))
+    value = tl.where(chance < magnitude - lower, tl.fma(binade, unit, lower), lower)
+    sign = y.to(tl.int32, bitcast=True) & -2147483648
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def round_codes(v, words, META: tl.constexpr):
     """Codes (int32) of v, sign included; saturates.
 

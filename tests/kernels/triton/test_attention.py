@@ -131,7 +131,7 @@ def test_the_operators_pass_opcheck(rng: torch.Generator) -> None:
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(attention_ops.attention_fwd, (q, k, v, out, *fields), test_utils=tests)
     lse = attention_ops.attention_fwd(q, k, v, out, *fields)
-    arguments = (dout, q, k, v, out, lse, None, None, torch.float32, True, *fields)
+    arguments = (dout, q, k, v, out, lse, None, None, torch.float32, *fields)
     torch.library.opcheck(attention_ops.attention_bwd, arguments, test_utils=tests)
 
 

@@ -54,7 +54,7 @@ def _run(problem: Problem, arch: str) -> dict[str, Any]:
     _execute(launch.delta_launch(out, dout, lse, delta, lse2), arch)
     shared = (lse2, delta, described)
     ways: dict[str, Any] = {"tma": False, "both_ways": True}
-    _execute(launch.dkdv_launch(q, k, v, dout, None, dk[None], dv[None], *shared, Tile(32, 32, 4, 2), **ways), arch)
+    _execute(launch.dkdv_launch(q, k, v, dout, dk[None], dv[None], *shared, Tile(32, 32, 4, 2), **ways), arch)
     _execute(launch.dq_launch(q, k, v, dout, dq, *shared, Tile(64, 32, 4, 2), **ways), arch)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
@@ -81,7 +81,7 @@ def _shipped(kind: str, arch: str, dim: int, *, causal_mask: bool) -> launch.Lau
         return launch.forward_launch(q, k, k, q, rows, problem, tiles.forward, tma=False)
     if kind == "dkdv":
         return launch.dkdv_launch(
-            q, k, k, q, None, k[None], k[None], rows, rows, problem, tiles.dkdv, tma=False, both_ways=True
+            q, k, k, q, k[None], k[None], rows, rows, problem, tiles.dkdv, tma=False, both_ways=True
         )
     return launch.dq_launch(q, k, k, q, q, rows, rows, problem, tiles.dq, tma=False, both_ways=True)
 
@@ -107,7 +107,7 @@ def test_nothing_spills_and_transposes_come_with_the_load(kind: str, arch: str) 
 def test_the_matrix_unit_is_busy_by_static_simulation_of_gfx950(kind: str, share: float) -> None:
     """57 % is the share of a published hand-written forward kernel under the same simulator.
 
-    The report takes one of several loops with as many matrix instructions; all are pipelined alike here, so that it takes no other.
+    The report takes one of several loops with as many matrix instructions; here all are pipelined alike.
     """
     try:
         find_llvm()
