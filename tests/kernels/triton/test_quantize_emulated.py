@@ -17,7 +17,7 @@ from primus_turbo_plugin import amdgcn
 from primus_turbo_plugin.amdgcn import IsaGate
 from primus_turbo_plugin.kernels.reference import quantize as reference
 from primus_turbo_plugin.kernels.triton import quantize_launch
-from primus_turbo_plugin.kernels.triton.quantize_amax import TILES, amax_words_kernel
+from primus_turbo_plugin.kernels.triton.quantize_amax import ROWS, TILES, amax_words_kernel
 from primus_turbo_plugin.kernels.triton.quantize_copy import Copy
 from primus_turbo_plugin.kernels.triton.quantize_shared import quantize_shared_kernel
 from primus_turbo_plugin.kernels.triton.quantize_tile import amax_kernel, quantize_kernel
@@ -49,8 +49,8 @@ TILE_PAIRS: list[Pair] = [
     (QuantSpec(format="mxfp4", scale_rule="rceil"), QuantSpec(format="mxfp4", hadamard=32, random_signs=True)),
     (QuantSpec(format="mxfp8"), QuantSpec(format="mxfp4", rounding="stochastic")),
     (QuantSpec(format="fp8", block="1x128"), QuantSpec(format="fp8", element="e5m2", block="rowwise")),
+    (QuantSpec(format="fp8", block="tensorwise"), QuantSpec(format="fp8", element="e5m2", block="tensorwise")),
 ]
-"""FP8 tensorwise is left out: its scalar atomic uses s_ff1_i32_b64, which the emulator does not know."""
 
 
 def _ids(pair: Pair) -> str:
@@ -111,6 +111,7 @@ def test_the_kernel_of_aligned_bf16_equals_the_reference_in_every_byte(arch, pai
     }  # fmt: skip
     constants = {
         "ROW": row.meta, "COL": col.meta, "FRONT": None, "SUMS": False, "SHUFFLED": layout != "plain",
+        "REVERSED": arch == "gfx942",
         "TB": token_blocks, "GROUP": 8, "LANES": LANES[arch], "EVEN": False, "TARGET": TARGET[arch],
     }  # fmt: skip
     converts = arch == "gfx950" and any(spec.format == "mxfp4" and spec.rounding == "nearest" for spec in pair)
@@ -135,8 +136,8 @@ def test_amax_of_rows_and_columns(arch, rng) -> None:
         "x_ptr": x.view(torch.int32), "rows": rows, "cols8": cols // 8, "row_stride16": cols // 8,
         "row_amax": torch.zeros(rows, dtype=torch.int32), "col_amax": torch.zeros(cols, dtype=torch.int32),
     }  # fmt: skip
-    grid = (-(-rows // 128), -(-cols // (128 * TILES)))
-    constants = {"ROW": metas[0], "COL": metas[1]}
+    grid = (-(-cols // (128 * TILES)), -(-rows // ROWS))
+    constants = {"ROW": metas[0], "COL": metas[1], "ROWS": ROWS, "TILES": TILES}
     _compile_and_launch(amax_words_kernel, arch, grid, args, constants, NO_MEMORY_SPILLS, num_warps=8)
     assert torch.equal(args["row_amax"].view(torch.float32), x.float().abs().amax(1))
     assert torch.equal(args["col_amax"].view(torch.float32), x.float().abs().amax(0))
