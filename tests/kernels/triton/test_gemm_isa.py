@@ -75,17 +75,21 @@ def test_bf16_neither_spills_nor_reads_halves_and_is_bound_by_the_matrix_units(a
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", FP8_UNIT)
 @pytest.mark.parametrize("block", ["rowwise", "1x128"])
-def test_two_fp8_operands_go_to_the_fp8_units_undecoded(arch, block) -> None:
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_two_fp8_operands_go_to_the_fp8_units_undecoded(arch, block, accumulate) -> None:
     gate = IsaGate(required=(COPY[arch], FP8_UNIT[arch]), forbidden=("v_cvt_.*",), forbidden_anywhere=NEVER)
-    assert violations(arch, "nt", QuantSpec(format="fp8", block=block), gate, accumulate=block == "rowwise") == []
+    epilogue = {"accumulate": True} if accumulate else {}
+    assert violations(arch, "nt", QuantSpec(format="fp8", block=block), gate, **epilogue) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", MX_UNIT)
 @pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8"])
-def test_two_mx_operands_go_to_the_scaled_matrix_units_undecoded(arch, fmt) -> None:
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_two_mx_operands_go_to_the_scaled_matrix_units_undecoded(arch, fmt, accumulate) -> None:
     gate = IsaGate(required=(COPY[arch], MX_UNIT[arch]), forbidden=("v_cvt_.*",), forbidden_anywhere=NEVER)
-    assert violations(arch, "nt", QuantSpec(format=fmt), gate, accumulate=True) == []
+    epilogue = {"accumulate": True} if accumulate else {}
+    assert violations(arch, "nt", QuantSpec(format=fmt), gate, **epilogue) == []
 
 
 @pytest.mark.slow
