@@ -51,6 +51,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     run.add_argument("--characters", type=int, help="of text to take (default: all)")
     where = parser.add_argument_group("where")
     where.add_argument("--tp", type=int, default=2, help="tensor (and sequence) parallel size")
+    where.add_argument(
+        "--overlap", action="store_true", help="tensor-parallel collectives under the GEMMs (--tp-comm-overlap)"
+    )
     where.add_argument("--pp", type=int, default=2, help="pipeline parallel size")
     where.add_argument("--dp", type=int, default=1, help="data parallel size")
     where.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder for everything it writes")
@@ -112,6 +115,8 @@ def check_sizes(options: argparse.Namespace) -> None:
             f"--hidden {options.hidden}: a head has {options.hidden // options.heads} channels; rotary embeddings take "
             f"an even number. Take a multiple of {2 * options.heads}."
         )
+    if options.overlap and options.tp == 1:
+        raise ConfigError("--overlap: --tp 1 has no tensor-parallel collectives. Take --tp 2 or more, or leave it out.")
     sizes.divides(of("tp"), of("ffn"))
     sizes.divides(of("pp"), of("layers"))
     sizes.sequence(of("seq"), options.tp, 1, sequence_parallel=options.tp > 1)
@@ -197,6 +202,7 @@ def megatron_arguments(options: argparse.Namespace, corpus: Any, recipe: str, fo
     switches = ["swiglu", "disable-bias-linear", "untie-embeddings-and-output-weights", "group-query-attention", "bf16"]
     switches += ["use-distributed-optimizer", "no-create-attention-mask-in-dataloader"]
     switches += ["sequence-parallel"] if options.tp > 1 else []
+    switches += ["tp-comm-overlap"] if options.overlap else []
     ours = {"device": "cpu", "turbo-precision": recipe, "turbo-metrics": folder / "metrics.jsonl"}
     valued = {**model, **training, **data, **ours}
     return [part for name, value in valued.items() for part in (f"--{name}", str(value))] + [f"--{s}" for s in switches]

@@ -148,6 +148,7 @@ def _train(argv: Sequence[str], device: str) -> None:
     from primus_turbo_plugin.training import gpt_data, gpt_model, gpt_step, preflight
     from primus_turbo_plugin.training.refusals import refusals
     from primus_turbo_plugin.training.resume_rng import keep_rng
+    from primus_turbo_plugin.training.tp_overlap import own_buffers
 
     asked = arguments.parse(argv, device)
     turbo = preflight.check(asked)
@@ -157,14 +158,15 @@ def _train(argv: Sequence[str], device: str) -> None:
         config = pretrain_cfg_container_from_args(args, model)
     _record_metrics(args)
     datasets, forward_step = keep_rng(gpt_data.train_valid_test_datasets, gpt_step.forward_step)
-    pretrain(
-        config,
-        datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        get_embedding_ranks=gpt_model.embedding_ranks,
-        store=_store(args),
-    )
+    with own_buffers(args, turbo):
+        pretrain(
+            config,
+            datasets,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            get_embedding_ranks=gpt_model.embedding_ranks,
+            store=_store(args),
+        )
     _shut_down()
 
 

@@ -59,6 +59,25 @@ def test_it_trains_both_recipes_resumes_and_reports(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["quickstart"]
 
 
+def test_overlapped_collectives_train_to_the_same_losses(tmp_path: Path) -> None:
+    """Over shared memory, where every schedule runs for real: bits of a run repeat, and the resumed run must find them too."""
+    argv = ("--recipes", "mxfp4", "--steps", "6", "--save-at", "4", "--pp", "1")
+    losses = []
+    for flags in ((), ("--overlap",)):
+        folder = tmp_path / "-".join(("run", *flags))
+        folder.mkdir()
+        done = _quickstart(*argv, *flags, folder=folder)
+        assert done.returncode == 0, done.stderr
+        out = folder / "runs" / "quickstart"
+        results = json.loads((out / "results.json").read_text())
+        losses.append(list(results["recipes"]["mxfp4"]["losses"].values()))
+        report = (out / "mxfp4" / "logs" / "rank0.log").read_text()
+        assert ("transport: shared_memory over 2 ranks, data moved by cpu threads" in report) == bool(flags)
+        assert ("tp_comm_overlap = True" in report) == bool(flags)
+    assert len(losses[0]) == 6
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
 def test_a_failure_on_the_way_leaves_the_logs_and_nothing_else(tmp_path: Path) -> None:
     """Only the processes, once they build the model, find out that a pattern matches none of its modules."""
     (tmp_path / "recipe.yaml").write_text("modules: {'encoder.*': mxfp8}\n")
@@ -76,6 +95,7 @@ def test_a_failure_on_the_way_leaves_the_logs_and_nothing_else(tmp_path: Path) -
         (("--recipes", "bf16,mxfp5"), "mxfp5"),
         (("--recipes", "bf16,bf16"), "--recipes: one or more different presets"),
         (("--steps", "4", "--save-at", "4"), "--save-at: between 1 and 3"),
+        (("--overlap", "--tp", "1"), "--overlap: --tp 1 has no tensor-parallel collectives"),
         (("--out", "."), "exists, and is not a quickstart's folder"),
     ],
 )
