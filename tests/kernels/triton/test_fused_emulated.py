@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("triton", reason="compiling needs triton, which is not installed")
 
-from primus_turbo_plugin import amdgcn
 from primus_turbo_plugin.kernels.reference import fused as reference
 from primus_turbo_plugin.kernels.triton.quantize_copy import Copy
 from primus_turbo_plugin.kernels.triton.quantize_front import FrontMeta
@@ -42,7 +41,7 @@ def _quantize(arch: str, x: torch.Tensor, front: FrontMeta | None, **arguments: 
     }  # fmt: skip
     constants = {
         "ROW": row.meta, "COL": col.meta, "FRONT": front, "SUMS": args["sums_ptr"] is not None, "SHUFFLED": False,
-        "TB": 4, "GROUP": 8, "LANES": LANES[arch], "EVEN": False, "TARGET": TARGET[arch],
+        "REVERSED": front is not None, "TB": 4, "GROUP": 8, "LANES": LANES[arch], "EVEN": False, "TARGET": TARGET[arch],
     }  # fmt: skip
     options = {"num_warps": 4, "enable_fp_fusion": front is None}
     _compile_and_launch(quantize_shared_kernel, arch, 2, args, constants, NO_MEMORY_SPILLS, **options)
