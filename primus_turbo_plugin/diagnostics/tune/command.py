@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from primus_turbo_plugin.devices import Device, detect
@@ -20,6 +19,7 @@ from primus_turbo_plugin.diagnostics.tune.gemm_tasks import (
     linear_tasks,
     shape_tasks,
 )
+from primus_turbo_plugin.diagnostics.tune.precompile import Workers, launch_gemm
 from primus_turbo_plugin.diagnostics.tune.report import backend_advice, dry_lines, entry_of, outcome_lines, table_lines
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
 from primus_turbo_plugin.kernels.tuning.codec import canonical, encode
@@ -64,7 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--arch", choices=TUNED_ARCHITECTURES, help="with --dry-run or --show: for this architecture")
     how.add_argument("--compute-units", type=int, metavar="N", help="with --dry-run: of that GPU")
     how.add_argument("--backends", metavar="LIST", help="time these backends too: 'torch,triton'")
-    how.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that compile ahead (%(default)s)")
+    how.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="processes that compile; 0: this one (%(default)s)"
+    )
+    how.add_argument(
+        "--compile-limit", type=float, default=300.0, metavar="S", help="seconds a candidate may compile (%(default)g)"
+    )
     how.add_argument("--time-limit", type=float, metavar="S", help="begin no new case after so many seconds")
     how.add_argument("--max-candidates", type=int, metavar="N", help="try only the first N of a case")
     how.add_argument("--verbose", action="store_true", help="every candidate")
@@ -98,8 +103,10 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     reason = cannot_time(device)
     if reason is not None:
         raise UnsupportedError(f"tune: {reason}. --dry-run lists candidates without one.")
-    with _Run(args, device) as session:
-        return session.tune(tasks)
+    if args.jobs < 0:
+        raise ConfigError(f"--jobs must be 0 or more, got {args.jobs}.")
+    with Workers(args.jobs, launch_gemm, args.compile_limit) as workers:
+        return _Run(args, device, workers).tune(tasks)
 
 
 def cannot_time(device: Device) -> str | None:
@@ -183,22 +190,13 @@ class _Run:
     Args:
         args: The command line.
         device: The GPU.
+        workers: Compile ahead.
     """
 
-    def __init__(self, args: argparse.Namespace, device: Device) -> None:
-        from primus_turbo_plugin.diagnostics.tune.precompile import make_pool
-
-        self.args, self.device = args, device
+    def __init__(self, args: argparse.Namespace, device: Device, workers: Workers) -> None:
+        self.args, self.device, self.workers = args, device, workers
         self.backends = _list(args.backends or "")
-        self.pool: ProcessPoolExecutor | None = make_pool(args.jobs)
         self.started = time.monotonic()
-
-    def __enter__(self) -> _Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
 
     def tune(self, tasks: Sequence[GemmTask]) -> int:
         """Tunes every distinct case and writes each down at once; 1 where one has no working configuration."""
@@ -238,15 +236,12 @@ class _Run:
     def _tune_one(self, task: GemmTask) -> dict[str, float] | None:
         """Times by backend; None where no configuration works. Raises where the GPU is broken for this process."""
         from primus_turbo_plugin.diagnostics.tune.gemm_case import GemmCase
-        from primus_turbo_plugin.diagnostics.tune.precompile import precompile
         from primus_turbo_plugin.kernels.registry import default_registry
 
         tunable = _tunable()
         case = GemmCase(task, default_registry())
         candidates = tunable.candidates(case.key)[: self.args.max_candidates]
-        if self.pool is not None:
-            precompile(self.pool, task, candidates)
-        outcome = search(candidates, case)
+        outcome = search(candidates, case, self.workers.compile(task, candidates))
         others: dict[str, Any] = {name: case.compare_backend(name) for name in self._others()} if outcome.winner else {}
         print("\n".join(outcome_lines(task, case.key, outcome, others, verbose=self.args.verbose)), flush=True)
         if outcome.broken_by:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -97,20 +97,22 @@ class Outcome(Generic[C]):
         return next((trial.reason for trial in self.trials if trial.outcome == "not tried"), None)
 
 
-def search(candidates: Sequence[C], case: Case[C], progress: Callable[[str], None] = lambda _: None) -> Outcome[C]:
+def search(candidates: Sequence[C], case: Case[C], fatal: Mapping[C, str] | None = None) -> Outcome[C]:
     """Finds the fastest of `candidates`; the first is the default.
 
     Args:
         candidates: At least the default.
         case: Runs, checks and times them.
-        progress: Told what is going on, a short text a candidate.
+        fatal: Candidates that would end this process, with the reason; they are not tried.
     """
-    failures: dict[int, str] = {}
+    fatal = fatal or {}
+    failures = {index: fatal[config] for index, config in enumerate(candidates) if config in fatal}
     rough: dict[int, float] = {}
     watches: dict[int, Watch] = {}
     dead: str | None = None
     for index, config in enumerate(candidates):
-        progress(f"{index + 1}/{len(candidates)} {config}")
+        if index in failures:
+            continue
         dead = dead or (case.is_alive() if failures else None)
         if dead is not None:
             break

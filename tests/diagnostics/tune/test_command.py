@@ -19,6 +19,7 @@ from primus_turbo_plugin.kernels.tuning.clock import Sample
 from primus_turbo_plugin.kernels.tuning.codec import decode
 from primus_turbo_plugin.kernels.tuning.file import read_entries
 from primus_turbo_plugin.kernels.tuning.table import tuning_table
+from tests.diagnostics.tune import toy_workers
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,8 @@ def _no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main(["tune", *arguments])
+    jobs = [] if "--jobs" in arguments else ["--jobs", "0"]
+    code = main(["tune", *arguments, *jobs])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -147,6 +149,7 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_key, "gpu_of", lambda index: ("sm90", 132))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(gemm_case, "GemmCase", PlayedCase)
+    monkeypatch.setattr(command, "launch_gemm", toy_workers.launch)
 
 
 def test_a_run_prints_every_failure_and_writes_a_file_that_the_kernels_then_use(
