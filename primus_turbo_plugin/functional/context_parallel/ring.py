@@ -26,6 +26,7 @@ from primus_turbo_plugin.functional.context_parallel.merge import Merged, row_de
 from primus_turbo_plugin.functional.context_parallel.messages import add_to, empty_message, fill, parts_of
 from primus_turbo_plugin.functional.context_parallel.schedule import Step, ring_schedule, rows_of
 from primus_turbo_plugin.functional.context_parallel.sequences import sequences_of
+from primus_turbo_plugin.functional.context_parallel.sums import Summed
 from primus_turbo_plugin.kernels.attention import AttentionOptions
 
 
@@ -48,17 +49,16 @@ class Ring:
     ) -> Saved:
         merged = Merged(out, inner_dtype(q))
         calls = self._calls(q, k, options)
-        for step, keys, values in self._visits(k, v, options):
+        for step, keys, values in self.visits(k, v, options):
             for call in calls.of(step, bias):
-                part = torch.empty_like(merged.out[:, call.rows])
+                part = merged.room(call.rows)
                 _, lse = self.kernels.attention_fwd(
                     q[:, call.rows], keys[:, call.keys], values[:, call.keys], call.options, bias=call.bias, out=part
                 )
                 merged.add(call.rows, part, lse)
-        if sinks is not None:
-            merged.add_sinks(sinks)
-        out.copy_(merged.out)
-        return q, k, v, out, merged.lse, bias, sinks
+        whole, lse = merged.finish(sinks)
+        out.copy_(whole)
+        return q, k, v, out, lse, bias, sinks
 
     def backward(self, dout: Tensor, saved: Saved, options: AttentionOptions) -> Gradients:
         q, k, v, out, lse, bias, sinks = saved
@@ -69,13 +69,15 @@ class Ring:
         assert lse is not None
         inner = inner_dtype(q)
         delta = row_deltas(dout, out, inner)
-        dq, dk, dv = (torch.zeros_like(x, dtype=inner) for x in (q, k, v))
+        dq = Summed(q, inner)
         dbias = None if bias is None else torch.zeros_like(bias, dtype=inner)
         calls = self._calls(q, k, options)
         homecoming: tuple[Step, Pending[Tensor | None]] | None = None
-        for step, keys, values in self._visits(k, v, options):
-            found = empty_message(k, v, rows_of(step.incoming), inner).zero_()
-            dkeys, dvalues = parts_of(found, k, v) if step.incoming else (dk, dv)
+        own: tuple[Tensor, Tensor] | None = None
+        for step, keys, values in self.visits(k, v, options):
+            found = empty_message(k, v, rows_of(step.incoming), inner)
+            rooms = (None, None) if own is None else parts_of(found, k, v)
+            dkeys, dvalues = (Summed(x, inner, room) for x, room in zip((keys, values), rooms))
             for call in calls.of(step, bias):
                 rows = call.rows
                 dq_part, dk_part, dv_part, dbias_part, _ = self.kernels.attention_bwd(
@@ -83,18 +85,23 @@ class Ring:
                     lse[:, :, rows].contiguous(), call.options, bias=call.bias, delta=delta[:, :, rows].contiguous(),
                     q_grad_dtype=inner, kv_grad_dtype=inner,
                 )  # fmt: skip
-                dq[:, rows] += dq_part
-                dkeys[:, call.keys] += dk_part
-                dvalues[:, call.keys] += dv_part
+                dq.add(rows, dq_part)
+                dkeys.add(call.keys, dk_part)
+                dvalues.add(call.keys, dv_part)
                 if dbias is not None:
                     call.add_to_bias(dbias, dbias_part)
-            self._collect(dk, dv, homecoming)
-            homecoming = step, self._send_home(step, found, k, v)
-        self._collect(dk, dv, homecoming)
+            sums = dkeys.finish(), dvalues.finish()
+            if own is None:
+                own = sums
+                continue
+            self._collect(own, homecoming)
+            homecoming = step, self.send_home(step, found, k, v)
+        assert own is not None
+        self._collect(own, homecoming)
         dsinks = None if sinks is None else sink_gradients(sinks, lse, delta)
-        return Gradients(dq, dk, dv, dbias, dsinks)
+        return Gradients(dq.finish(), *own, dbias, dsinks)
 
-    def _visits(self, k: Tensor, v: Tensor, options: AttentionOptions) -> Iterator[tuple[Step, Tensor, Tensor]]:
+    def visits(self, k: Tensor, v: Tensor, options: AttentionOptions) -> Iterator[tuple[Step, Tensor, Tensor]]:
         """The steps with the keys and values that they use; while one is worked on, the next one's are under way."""
         steps = self._schedule(k, options)
         connect(self.group, k.device)
@@ -110,17 +117,18 @@ class Ring:
         room = empty_message(k, v, rows_of(step.incoming), k.dtype)
         return exchange(needed, step.receiver, room, step.owner, self.group)
 
-    def _send_home(self, step: Step, found: Tensor, k: Tensor, v: Tensor) -> Pending[Tensor | None]:
+    def send_home(self, step: Step, found: Tensor, k: Tensor, v: Tensor) -> Pending[Tensor | None]:
         """Sends what was found for the owner's keys, and receives what the receiver of ours found."""
         room = empty_message(k, v, rows_of(step.outgoing), found.dtype)
         return exchange(found, step.owner, room, step.receiver, self.group)
 
-    def _collect(self, dk: Tensor, dv: Tensor, homecoming: tuple[Step, Pending[Tensor | None]] | None) -> None:
+    def _collect(self, own: tuple[Tensor, Tensor], homecoming: tuple[Step, Pending[Tensor | None]] | None) -> None:
+        """Adds what has come home for this rank's keys."""
         if homecoming is not None:
             step, coming = homecoming
             message = coming.wait()
             assert message is not None
-            add_to(dk, dv, message, step.outgoing)
+            add_to(*own, message, step.outgoing)
 
     def _schedule(self, k: Tensor, options: AttentionOptions) -> tuple[Step, ...]:
         mask, size = options.mask, self.group.size()
