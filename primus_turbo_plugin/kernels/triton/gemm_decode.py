@@ -108,25 +108,50 @@ def scaled(values, byte, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def times_fp8_scale(sums, scale_ptr, row0, rows, k0, stored, META: tl.constexpr, AXIS: tl.constexpr):
-    """Sums `[BLOCK_M, BLOCK_N]` times the fp32 scales of one operand's rows row0 ...; AXIS is where these rows are in the sums.
+def fp8_scale(scale_ptr, row0, rows, k0, stored, META: tl.constexpr, BLOCK: tl.constexpr, AXIS: tl.constexpr):
+    """fp32 scales of one operand's rows row0 ... row0 + BLOCK - 1, to multiply sums whose AXIS these rows are.
 
-    The scales are those of the blocks that hold element k0, or of the whole row.
+    They are those of the blocks that hold element k0, or of whole rows; one number where all rows share it.
     """
-    block: tl.constexpr = sums.shape[AXIS]
     place = scale_ptr
     blocks = 1
     if META.block_contraction > 0:
         blocks = stored // META.block_contraction
         place += k0 // META.block_contraction
     if META.block_outer == 0:
-        sums *= tl.load(place)
-    elif META.block_outer % block == 0:
-        sums *= tl.load(place + (row0 // META.block_outer).to(tl.int64) * blocks)
+        scale = tl.load(place)
+    elif META.block_outer % BLOCK == 0:
+        scale = tl.load(place + (row0 // META.block_outer).to(tl.int64) * blocks)
     else:
-        line = tl.minimum(row0 + tl.arange(0, block), rows - 1) // META.block_outer
-        sums *= tl.expand_dims(tl.load(place + line.to(tl.int64) * blocks), 1 - AXIS)
-    return sums
+        line = tl.minimum(row0 + tl.arange(0, BLOCK), rows - 1) // META.block_outer
+        scale = tl.expand_dims(tl.load(place + line.to(tl.int64) * blocks), 1 - AXIS)
+    return scale
+
+
+@triton.jit
+def block_scale(
+    a_scale, b_scale, m0, n0, M, N, k0, a_stored, b_stored,
+    A: tl.constexpr, B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Factor of a step's sums: the product of both operands' scales of the blocks that hold element k0."""
+    scale = 1.0
+    if A.scaled_by_block:
+        scale *= fp8_scale(a_scale, m0, M, k0, a_stored, A, BLOCK_M, 0)
+    if B.scaled_by_block:
+        scale *= fp8_scale(b_scale, n0, N, k0, b_stored, B, BLOCK_N, 1)
+    return scale
+
+
+@triton.jit
+def times_row_scales(
+    acc, a_scale, b_scale, m0, n0, M, N, a_stored, b_stored, A: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
+    """Finished sums times the fp32 scales that cover whole rows."""
+    if A.scaled_by_row:
+        acc *= fp8_scale(a_scale, m0, M, 0, a_stored, A, acc.shape[0], 0)
+    if B.scaled_by_row:
+        acc *= fp8_scale(b_scale, n0, N, 0, b_stored, B, acc.shape[1], 1)
+    return acc
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primus_turbo_plugin.kernels.triton.gemm_decode import times_fp8_scale
+from primus_turbo_plugin.kernels.triton.gemm_decode import block_scale, times_row_scales
 from primus_turbo_plugin.kernels.triton.gemm_order import tile_of
 
 
@@ -48,20 +48,14 @@ def _tile(
         a = a_desc.load([k0, m0]).T if A_OUTER else a_desc.load([m0, k0])
         b = b_desc.load([k0, n0]) if B_OUTER else b_desc.load([n0, k0]).T
         if A.scaled_by_block or B.scaled_by_block:
-            part = tl.dot(a, b)
-            if A.scaled_by_block:
-                part = times_fp8_scale(part, a_scale, m0, M, k0, a_stored, A, 0)
-            if B.scaled_by_block:
-                part = times_fp8_scale(part, b_scale, n0, N, k0, b_stored, B, 1)
-            acc += part
+            # loaded before the sums are needed, to hide the latency behind them
+            scale = block_scale(a_scale, b_scale, m0, n0, M, N, k0, a_stored, b_stored, A, B, BLOCK_M, BLOCK_N)
+            acc += tl.dot(a, b) * scale
         elif UNITS == "fp8":
             acc = tl.dot(a, b, acc, max_num_imprecise_acc=BLOCK_K)
         else:
             acc = tl.dot(a, b, acc)
-    if A.scaled_by_row:
-        acc = times_fp8_scale(acc, a_scale, m0, M, 0, a_stored, A, 0)
-    if B.scaled_by_row:
-        acc = times_fp8_scale(acc, b_scale, n0, N, 0, b_stored, B, 1)
+    acc = times_row_scales(acc, a_scale, b_scale, m0, n0, M, N, a_stored, b_stored, A, B)
     if bias_ptr is not None:
         n = tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1)
         acc += tl.load(bias_ptr + n).to(tl.float32)[None, :]

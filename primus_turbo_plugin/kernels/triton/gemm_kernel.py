@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primus_turbo_plugin.kernels.triton.gemm_decode import decoded, load_mx_scale, scaled, times_fp8_scale
+from primus_turbo_plugin.kernels.triton.gemm_decode import block_scale, decoded, load_mx_scale, scaled, times_row_scales
 from primus_turbo_plugin.kernels.triton.gemm_order import tile_of
 
 
@@ -117,22 +117,16 @@ def _tile(
             byte_b = load_mx_scale(b_scale, row_b, k0, b_stored, B, BLOCK_K)
             acc = tl.dot_scaled(a, byte_a, A.element, b, byte_b, B.element, acc)
         elif A.scaled_by_block or B.scaled_by_block:
-            part = tl.dot(a, b)
-            if A.scaled_by_block:
-                part = times_fp8_scale(part, a_scale, m0, M, k0, a_stored, A, 0)
-            if B.scaled_by_block:
-                part = times_fp8_scale(part, b_scale, n0, N, k0, b_stored, B, 1)
-            acc += part
+            # loaded before the sums are needed, to hide the latency behind them
+            scale = block_scale(a_scale, b_scale, m0, n0, M, N, k0, a_stored, b_stored, A, B, BLOCK_M, BLOCK_N)
+            acc += tl.dot(a, b) * scale
         elif UNITS == "fp8":
             acc = tl.dot(a, b, acc, max_num_imprecise_acc=BLOCK_K)  # see gemm_descriptor_kernel.py; AMD sums in fp32
         else:
             acc = tl.dot(a, b, acc)
     if FNUZ:
         acc *= 4.0
-    if A.scaled_by_row:
-        acc = times_fp8_scale(acc, a_scale, m0, M, 0, a_stored, A, 0)
-    if B.scaled_by_row:
-        acc = times_fp8_scale(acc, b_scale, n0, N, 0, b_stored, B, 1)
+    acc = times_row_scales(acc, a_scale, b_scale, m0, n0, M, N, a_stored, b_stored, A, B)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + row_b).to(tl.float32)[None, :]
     base = out_ptr + m0.to(tl.int64) * stride_om
