@@ -25,6 +25,7 @@ _PROBLEM = (
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *problem: Any) -> Tensor:
+    from primus_turbo_plugin.kernels.triton import attention_hopper as hopper
     from primus_turbo_plugin.kernels.triton import attention_launch as launch
 
     lse = _new_lse(q)
@@ -36,8 +37,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *problem: Any) -> Ten
         return lse.fill_(-torch.inf)
     tiles = _tiles(q, v)
     with _device(q):
-        tma = _use_descriptors(q, k, v)
-        launch.forward_launch(q, k, v, out, lse, described, tiles.forward, tma=tma).run()
+        if _arch(q) == "sm90" and out.stride(3) == 1 and hopper.applies(described, q, k, v):
+            hopper.forward_launch(q, k, v, out, lse, described).run()
+        else:
+            tma = _use_descriptors(q, k, v)
+            launch.forward_launch(q, k, v, out, lse, described, tiles.forward, tma=tma).run()
     return lse
 
 

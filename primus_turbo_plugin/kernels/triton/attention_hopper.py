@@ -1,0 +1,63 @@
+"""Launches of the Hopper attention kernels (Gluon): when they apply, and with what."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from primus_turbo_plugin.kernels.triton.attention_launch import Launch, Problem, can_use_descriptors
+
+_LOG2E = 1.4426950408889634
+_ROWS = 128  # queries of a program
+_WIDEST = 128
+
+
+def applies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
+    """Whether the kernels can do this problem on a Hopper GPU; the portable ones do everything else."""
+    plain = problem.cu_q is None and problem.cp_size == 1 and problem.masked is None
+    plain = plain and problem.softcap == 0.0 and problem.seed is None and problem.scale > 0.0
+    return (
+        plain
+        and max(q.shape[3], v.shape[3]) <= _WIDEST
+        and q.shape[3] % 8 == v.shape[3] % 8 == 0
+        and min(q.numel(), k.numel(), v.numel()) > 0
+        and can_use_descriptors(q, k, v, *others)
+    )
+
+
+def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem) -> Launch:
+    """The forward kernel, writing out (dense in its last dimension) and lse."""
+    from primus_turbo_plugin.kernels.triton.attention_hopper_fwd import attention_hopper_fwd_kernel
+
+    batch, q_len, heads, _ = q.shape
+    width, block_n = _width(q, v), 128
+    tiles = math.ceil(q_len / _ROWS)
+    args = {
+        "q_desc": descriptor(q, _ROWS // 2, width), "k_desc": descriptor(k, block_n, width),
+        "v_desc": descriptor(v, block_n, width), "out": out, "lse": lse, "sinks": problem.sinks,
+        "heads": heads, "groups": k.shape[2], "q_len": q_len, "k_len": k.shape[1], "tiles": tiles,
+        "left": problem.left or 0, "right": problem.right or 0, "scale": problem.scale * _LOG2E, "v_dim": v.shape[3],
+        "stride_ob": out.stride(0), "stride_os": out.stride(1), "stride_oh": out.stride(2),
+    }  # fmt: skip
+    constants = {**_reaches(problem), "SINKS": problem.sinks is not None, "BLOCK_N": block_n, "D": width, "SLOTS": 2}
+    return Launch(attention_hopper_fwd_kernel, (tiles * batch * heads,), args, constants, {"num_warps": 4})
+
+
+def descriptor(x: Tensor, rows: int, width: int) -> Any:
+    """x `[batch, tokens, heads, dim]` in tiles of `rows` tokens of one head; columns past dim read as zero."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape)] + [1]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, width], layout)
+
+
+def _width(q: Tensor, v: Tensor) -> int:
+    return 64 if max(q.shape[3], v.shape[3]) <= 64 else 128
+
+
+def _reaches(problem: Problem) -> dict[str, bool]:
+    return {"LEFT": problem.left is not None, "RIGHT": problem.right is not None}
