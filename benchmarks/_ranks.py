@@ -49,7 +49,8 @@ class Row:
         t = self.timing
         speedup = f"{self.speedup:6.2f}x" if self.speedup else " " * 7
         hidden = f"{self.hidden:6.2f}" if self.hidden is not None else " " * 6
-        return f"  {self.variant:34s}{t.ms:8.3f} [{t.p20:7.3f} {t.p80:7.3f}] {speedup} hidden {hidden}  host {t.host_us:5.0f} us  {self.ok}"
+        times = f"{t.ms:8.3f} [{t.p20:7.3f} {t.p80:7.3f}]"
+        return f"  {self.variant:34s}{times} {speedup} hidden {hidden}  host {t.host_us:5.0f} us  {self.ok}"
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)

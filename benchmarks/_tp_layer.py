@@ -1,7 +1,7 @@
 """One transformer layer, forward and backward, tensor- and sequence-parallel: with collectives under the GEMMs, and without.
 
-Llama's layer of this package's linears: norm, qkv, attention (torch's), projection, norm, gate and up, SwiGLU, down. "Off" is what the
-linears do without overlap, which already runs the library's collectives asynchronously under dgrad and wgrad.
+Llama's layer of this package's linears: norm, qkv, attention (torch's), projection, norm, gate and up, SwiGLU, down. "Off" is what
+the linears do without overlap, which already runs the library's collectives asynchronously under dgrad and wgrad.
 """
 
 from __future__ import annotations
@@ -129,13 +129,21 @@ def _rows_of(
     rows: list[Row] = []
     reference: list[Tensor] = []
     for name, use in uses.items():
-        found = step(use)
-        ranks.synchronize()
+        problem = ""
+        try:
+            found = step(use)
+            ranks.synchronize()
+        except RuntimeError as error:
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0][:140]}"
+        if problem := ranks.agree(problem):
+            rows.append(Row(kind="layer", shape=shape, variant=name, timing=None, ok=f"cannot: {problem}"))
+            ranks.say(rows[-1].text())
+            continue
         reference = reference or [t.clone() for t in found]
         error = max(relative_error(a, b) for a, b in zip(found, reference))
         wrong = ranks.agree("" if error < 2e-2 else f"WRONG, relative error {error:.1e}")
         timing = ranks.timed(lambda use=use: step(use), iterations)
-        base = rows[0].timing.ms if rows and rows[0].timing else timing.ms
+        base = next((row.timing.ms for row in rows if row.timing is not None), timing.ms)
         rows.append(
             Row(
                 kind="layer",

@@ -16,11 +16,15 @@ which gives about TP=8's ratio of compute to communication.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +39,9 @@ from primus_turbo_plugin.communication.transports.base import Transport
 from primus_turbo_plugin.communication.transports.process_group import ProcessGroupTransport
 from primus_turbo_plugin.communication.transports.sdma import SdmaTransport
 from primus_turbo_plugin.communication.transports.shared_memory import SharedMemoryTransport
+
+with contextlib.suppress(ImportError):
+    import torch.distributed._symmetric_memory
 
 TOKENS = 8192
 GATHERS = ((4096, 14336), (8192, 5120), (8192, 1280), (4096, 3584), (8192, 7168))  # (K, N / ranks)
@@ -82,15 +89,17 @@ class Bench:
             self.ranks.say(f"\n{kind} {shape}: no time left")
             return
         self.ranks.say(f"\n{kind} {shape}")
-        times = {name: self._time(kind, shape, name, call).timing for name, call in alone.items()}
+        times: dict[str, Timing | None] = {}
+        for name, call in alone.items():
+            problem = self.ranks.agree(self._attempt(call)[0])
+            if problem:
+                self._keep(Row(kind=kind, shape=shape, variant=name, timing=None, ok=f"cannot: {problem}"))
+            else:
+                times[name] = self._time(kind, shape, name, call).timing
         references: list[Tensor] | None = None
         baseline: Row | None = None
         for variant in variants:
-            problem, found = "", []
-            try:
-                found = self._outputs(variant, out_shape)
-            except (RuntimeError, AttributeError, TypeError, NotImplementedError) as error:
-                problem = f"{type(error).__name__}: {str(error).splitlines()[0][:140] if str(error) else ''}"
+            problem, found = self._attempt(lambda v=variant: self._outputs(v, out_shape))
             problem = self.ranks.agree(problem)
             if problem:
                 self._keep(Row(kind=kind, shape=shape, variant=variant.name, timing=None, ok=f"cannot: {problem}"))
@@ -103,6 +112,15 @@ class Bench:
             baseline = row if baseline is None else baseline
             self._judge(row, baseline, times)
             self._keep(row)
+
+    def _attempt(self, call: Callable[[], Any]) -> tuple[str, Any]:
+        """What went wrong on this rank, in a line, and the result."""
+        try:
+            result = call()
+            self.ranks.synchronize()
+        except (RuntimeError, AttributeError, TypeError, NotImplementedError) as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0][:140] if str(error) else ''}", None
+        return "", result
 
     def _outputs(self, variant: Variant, shape: tuple[int, int]) -> list[Tensor]:
         """Back to back, no synchronisation in between, every output poisoned before."""
@@ -121,9 +139,10 @@ class Bench:
 
     @staticmethod
     def _judge(row: Row, baseline: Row, alone: dict[str, Timing | None]) -> None:
-        assert row.timing is not None and baseline.timing is not None
+        assert row.timing is not None
+        assert baseline.timing is not None
         row.speedup = baseline.timing.ms / row.timing.ms
-        floor = max(t.ms for name, t in alone.items() if t is not None and not name.startswith("ours"))
+        floor = max((t.ms for name, t in alone.items() if t is not None and not name.startswith("ours")), default=0.0)
         if baseline.timing.ms - floor > 1e-3:
             row.hidden = (baseline.timing.ms - row.timing.ms) / (baseline.timing.ms - floor)
 
@@ -351,9 +370,6 @@ def main() -> None:
             file.writelines(json.dumps(row.plain()) + "\n" for row in bench.rows)
     ranks.synchronize()
     dist.barrier(group=ranks.control)
-    import os
-    import sys
-
     sys.stdout.flush()
     os._exit(0)  # the order in which NCCL and symmetric memory are torn down is not worth a hang
 
