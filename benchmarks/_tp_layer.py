@@ -1,6 +1,6 @@
 """One transformer layer, forward and backward, tensor- and sequence-parallel: with collectives under the GEMMs, and without.
 
-Llama's layer of this package's linears: norm, qkv, attention (torch's), projection, norm, gate and up, SwiGLU, down. "Off" is what
+Llama's layer of this package's linears: norm, qkv, attention (torch's), projection, norm, gate, up, SwiGLU, down. "Off" is what
 the linears do without overlap, which already runs the library's collectives asynchronously under dgrad and wgrad.
 """
 
