@@ -103,7 +103,7 @@ class Ring:
 
     def visits(self, k: Tensor, v: Tensor, options: AttentionOptions) -> Iterator[tuple[Step, Tensor, Tensor]]:
         """The steps with the keys and values that they use; while one is worked on, the next one's are under way."""
-        steps = self._schedule(k, options)
+        steps = self.schedule(k, options)
         connect(self.group, k.device)
         coming = None
         for number, step in enumerate(steps):
@@ -130,7 +130,7 @@ class Ring:
             assert message is not None
             add_to(*own, message, step.outgoing)
 
-    def _schedule(self, k: Tensor, options: AttentionOptions) -> tuple[Step, ...]:
+    def schedule(self, k: Tensor, options: AttentionOptions) -> tuple[Step, ...]:
         mask, size = options.mask, self.group.size()
         sequences = (sequences_of(mask.packing, k.shape[1], size, side) for side in "qk")
         return ring_schedule(*sequences, mask.limits, self.group.rank(), size, mask.packing is not None)
