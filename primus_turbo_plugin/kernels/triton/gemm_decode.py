@@ -129,17 +129,20 @@ def fp8_scale(scale_ptr, row0, rows, k0, stored, META: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def block_scale(
+def block_scales(
     a_scale, b_scale, m0, n0, M, N, k0, a_stored, b_stored,
     A: tl.constexpr, B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Factor of a step's sums: the product of both operands' scales of the blocks that hold element k0."""
-    scale = 1.0
+    """Two factors of a step's sums: both operands' scales of the blocks that hold element k0."""
+    left, right = 1.0, 1.0
     if A.scaled_by_block:
-        scale *= fp8_scale(a_scale, m0, M, k0, a_stored, A, BLOCK_M, 0)
+        left = fp8_scale(a_scale, m0, M, k0, a_stored, A, BLOCK_M, 0)
     if B.scaled_by_block:
-        scale *= fp8_scale(b_scale, n0, N, k0, b_stored, B, BLOCK_N, 1)
-    return scale
+        right = fp8_scale(b_scale, n0, N, k0, b_stored, B, BLOCK_N, 1)
+        if B.block_outer % BLOCK_N == 0:  # one number: one multiplication a sum less
+            left *= right
+            right = 1.0
+    return left, right
 
 
 @triton.jit

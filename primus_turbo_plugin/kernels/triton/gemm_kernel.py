@@ -13,7 +13,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primus_turbo_plugin.kernels.triton.gemm_decode import block_scale, decoded, load_mx_scale, scaled, times_row_scales
+from primus_turbo_plugin.kernels.triton.gemm_decode import (
+    block_scales,
+    decoded,
+    load_mx_scale,
+    scaled,
+    times_row_scales,
+)
 from primus_turbo_plugin.kernels.triton.gemm_order import tile_of
 
 
@@ -118,8 +124,8 @@ def _tile(
             acc = tl.dot_scaled(a, byte_a, A.element, b, byte_b, B.element, acc)
         elif A.scaled_by_block or B.scaled_by_block:
             # loaded before the sums are needed, to hide the latency behind them
-            scale = block_scale(a_scale, b_scale, m0, n0, M, N, k0, a_stored, b_stored, A, B, BLOCK_M, BLOCK_N)
-            acc += tl.dot(a, b) * scale
+            left, right = block_scales(a_scale, b_scale, m0, n0, M, N, k0, a_stored, b_stored, A, B, BLOCK_M, BLOCK_N)
+            acc += tl.dot(a, b) * left * right
         elif UNITS == "fp8":
             acc = tl.dot(a, b, acc, max_num_imprecise_acc=BLOCK_K)  # see gemm_descriptor_kernel.py; AMD sums in fp32
         else:
