@@ -157,6 +157,48 @@ def gemm_tensor_mover(a_ptr, b_ptr, c_ptr, M, N, K, BM: gl.constexpr, BN: gl.con
 
 
 @gluon.constexpr_function
+def cluster_layouts(BM, BN, BK):
+    """A cluster of 2 x 2 work-groups: each half of a goes to two of them, and each half of b."""
+    wmma = gl.amd.AMDWMMALayout(version=3, transposed=True, warp_bases=[[0, 1], [1, 0]], instr_shape=[16, 16, 32],
+                                cga_layout=[[1, 0], [0, 1]])  # fmt: skip
+    shared_a = gl.PaddedSharedLayout.with_identity_for([[BK, 8]], [BM, BK], [1, 0], [[1, 0], [0, 0]])
+    shared_b = gl.PaddedSharedLayout.with_identity_for([[BK, 8]], [BN, BK], [1, 0], [[0, 0], [1, 0]])
+    return wmma, shared_a, shared_b
+
+
+@gluon.jit
+def gemm_cluster(a_ptr, b_ptr, c_ptr, M, N, K,
+                 BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
+    """c = a @ b.T on gfx1250 by clusters of four work-groups, each tile multicast to two of them."""
+    layouts: gl.constexpr = cluster_layouts(BM, BN, BK)
+    wmma: gl.constexpr = layouts[0]
+    dot_a: gl.constexpr = gl.DotOperandLayout(0, wmma, 8)
+    dot_b: gl.constexpr = gl.DotOperandLayout(1, wmma, 8)
+    m, n = gl.program_id(0), gl.program_id(1)
+    a = tdm_arch.tdm.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BM, BK], layouts[1])
+    b = tdm_arch.tdm.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BN, BK], layouts[2])
+    tile_a = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BM, BK], layouts[1])
+    tile_b = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BN, BK], layouts[2])
+    tdm_arch.tdm.async_load(a, [m * BM, 0], tile_a.index(0))
+    tdm_arch.tdm.async_load(b, [n * BN, 0], tile_b.index(0))
+    total = gl.zeros([BM, BN], gl.float32, wmma)
+    for k in range(gl.cdiv(K, BK)):
+        slot = (k + 1) % BUFFERS
+        tdm_arch.tdm.async_wait(0)
+        tdm_arch.cluster.arrive()
+        tdm_arch.cluster.wait()
+        tdm_arch.tdm.async_load(a, [m * BM, (k + 1) * BK], tile_a.index(slot))
+        tdm_arch.tdm.async_load(b, [n * BN, (k + 1) * BK], tile_b.index(slot))
+        left = tile_a.index(k % BUFFERS).load(dot_a)
+        total = tdm_arch.wmma(left, tile_b.index(k % BUFFERS).permute([1, 0]).load(dot_b), total)
+    tdm_arch.tdm.async_wait(0)
+    rows = m * BM + gl.arange(0, BM, gl.SliceLayout(1, wmma))
+    columns = n * BN + gl.arange(0, BN, gl.SliceLayout(0, wmma))
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    gl.store(c_ptr + rows[:, None] * N + columns[None, :], total.to(gl.bfloat16), mask=inside)
+
+
+@gluon.constexpr_function
 def fp4_layouts(BM, BN, BK):
     """Layouts of the full-rate FP4 instruction (32x16x128)."""
     result = gl.amd.AMDWMMALayout(version=3, transposed=True, warp_bases=[[0, 1], [1, 0]], instr_shape=[32, 16, 128])
@@ -224,6 +266,25 @@ def fp4_inputs(rng: np.random.Generator) -> dict[str, Any]:
         args[f"{side}_ptr"] = rng.integers(0, 256, (rows, k // 2), dtype=np.uint8)
         args[f"s{side}_ptr"] = rng.integers(120, 134, (rows, k // 32), dtype=np.uint8)
     return args
+
+
+def cluster_target() -> KernelTarget:
+    """Compiled and held to its gate only: the emulator has no clusters."""
+    from tests.amdgcn.kernels.gemm import BF16_STEP, TYPES, reference
+
+    return KernelTarget(
+        name="gluon_cluster",
+        kernel=gemm_cluster,
+        archs=("gfx1250",),
+        inputs=bf16_inputs("NT", 256, 256, 256, strides=False),
+        grid=(1, 1),
+        constants={"BM": 256, "BN": 256, "BK": 64, "BUFFERS": 2},
+        options={"num_warps": 4, "num_ctas": 4},
+        types=TYPES,
+        expected=reference("NT"),
+        tolerance=BF16_STEP,
+        gate=IsaGate(required=("tensor_load_to_lds",), forbidden=("global_load.*",)),
+    )
 
 
 def isa_targets() -> list[KernelTarget]:
