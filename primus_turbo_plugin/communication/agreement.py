@@ -7,10 +7,10 @@ topics. A rank that raises ends the job, as launchers end all ranks when one fai
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import socket
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +23,10 @@ REMEDY = (
     "and the same software; `primus-turbo doctor` on both hosts shows what differs."
 )
 _PREFIX = "primus_turbo_plugin/agreement"
+
+_answers: weakref.WeakKeyDictionary[dist.Store, dict[str, dict[str, tuple[int, bool]]]] = weakref.WeakKeyDictionary()
+"""Job -> topic -> this process's answers so far: the place of each among them, and whether the others' is the same. Kept as long
+as the job's store, whose port would stay taken if something held it longer."""
 
 
 def agree(topic: str, choices: Mapping[str, str]) -> None:
@@ -42,7 +46,7 @@ def agree(topic: str, choices: Mapping[str, str]) -> None:
         return
     mine = {"rank": dist.get_rank(), "host": socket.gethostname(), "choices": dict(choices)}
     text = json.dumps(mine["choices"], sort_keys=True)
-    answers = _answers(store, topic)
+    answers = _answers.setdefault(store, {}).setdefault(topic, {})
     index, agreed = answers.setdefault(text, (len(answers), False))
     if agreed:
         return
@@ -64,12 +68,6 @@ def _store() -> dist.Store | None:
         return None
     store: dist.Store | None = dist.distributed_c10d._get_default_store()  # no public name, from torch 1.10 to 2.14
     return store
-
-
-@functools.lru_cache(maxsize=4096)
-def _answers(store: dist.Store, topic: str) -> dict[str, tuple[int, bool]]:
-    """This process's answers so far: the place of each among them, and whether the others' is the same."""
-    return {}
 
 
 def _difference(topic: str, first: Mapping[str, Any], mine: Mapping[str, Any]) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -75,6 +78,21 @@ def test_the_store_is_asked_once_for_an_answer(rank_info: RankInfo) -> None:
         agree("topic", {"k": "v"})
     assert time.monotonic() - start < 1.0
     assert store.num_keys() == before
+
+
+@ranks(world_size=2)
+def test_a_job_that_is_over_is_forgotten(rank_info: RankInfo, tmp_path: Path) -> None:
+    """A store that is held on to keeps its port."""
+    store = weakref.ref(dist.distributed_c10d._get_default_store())
+    agree("topic", {"k": "v"})
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    assert store() is None
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/second", rank=rank_info.rank, world_size=rank_info.world_size
+    )
+    assert _said(rank_info, {"k": "w"}, "topic") == [None, None]
 
 
 @ranks(world_size=1)
