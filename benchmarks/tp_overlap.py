@@ -332,6 +332,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--transport", choices=tuple(_KINDS), help="default: sdma on cuda, shared_memory on cpu")
+    parser.add_argument("--memory", choices=("symmetric", "ipc"), help="of sdma; default: the first that works")
     parser.add_argument("--parts", default="fused,bulk,layer", help="which tables, separated by commas")
     parser.add_argument("--scale", type=int, default=1, help="divide every size by this (to see whether it runs)")
     parser.add_argument("--iterations", type=int, default=25)
@@ -344,7 +345,10 @@ def main() -> None:
     options = parse()
     ranks = Ranks(options.device, options.budget)
     kind = options.transport or ("sdma" if options.device == "cuda" else "shared_memory")
-    transport = _KINDS[kind](ranks.group if not ranks.shares_gpu else ranks.control, ranks.device)
+    group, how = (ranks.control if ranks.shares_gpu else ranks.group), {}
+    if kind == "sdma":
+        how = {"memory": options.memory}
+    transport = _KINDS[kind](group, ranks.device, **how)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     bench = Bench(ranks, transport, options.iterations, dtype)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU (no times worth reading)"

@@ -40,6 +40,7 @@ class PeerMemory:
 def symmetric_memory_refusal(group: Group, device: torch.device) -> str | None:
     """Why torch's symmetric memory cannot serve these ranks, or None. Collective."""
     try:
+        import torch.distributed._symmetric_memory
         from torch._C._distributed_c10d import _SymmetricMemory  # noqa: F401
     except ImportError:
         own = f"torch {torch.__version__} has none in this build"
@@ -50,17 +51,26 @@ def symmetric_memory_refusal(group: Group, device: torch.device) -> str | None:
     reasons = {reason for reason, _, _ in told if reason}
     if reasons:
         return ", ".join(sorted(reasons))
-    if len({(host, index) for _, host, index in told}) < len(told):
+    if len({host for _, host, _ in told}) > 1:
+        return "ranks are on several machines"
+    if len({index for _, _, index in told}) < len(told):
         return "two ranks share a GPU"
-    return None
+    failure = ""
+    try:
+        allocate_symmetric(1, group, device)
+    except RuntimeError as error:  # a driver or container that forbids it
+        failure = str(error).splitlines()[0]
+    tried: list[str] = [""] * group.size()
+    dist.all_gather_object(tried, failure, group=group)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(tried) if text), None)
 
 
 def allocate_symmetric(nbytes: int, group: Group, device: torch.device) -> PeerMemory:
     """By torch. Collective."""
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed import _symmetric_memory
 
-    mine = _SymmetricMemory.empty_strided_p2p((nbytes,), [1], torch.uint8, device, group.group_name)
-    handle = _SymmetricMemory.rendezvous(mine)
+    mine = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = _symmetric_memory.rendezvous(mine, group.group_name)
     offset = getattr(handle, "offset", 0)
     mine.zero_()
     torch.cuda.synchronize(device)
