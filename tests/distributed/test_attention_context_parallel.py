@@ -12,7 +12,7 @@ from torch import Tensor
 from primus_turbo_plugin.errors import ConfigError, ShapeError
 from primus_turbo_plugin.functional.attention import attention
 from primus_turbo_plugin.functional.context_parallel import ContextParallel
-from primus_turbo_plugin.kernels.attention import AttentionMask, Packing
+from primus_turbo_plugin.kernels.attention import AttentionMask, Dropout, Packing
 from tests.distributed.context_parallel_cases import (
     algorithms_for,
     check_against_one_rank,
@@ -24,6 +24,7 @@ from tests.support.distributed import RankInfo, ranks
 from tests.support.linear import megatron_config, start_megatron
 
 Context = ContextParallel | None
+SOME = Dropout(probability=0.25, seed=torch.tensor([1234567]))
 
 
 def all_algorithms(heads: int, groups: int) -> list[ContextParallel]:
@@ -49,13 +50,15 @@ def test_dense_batches_equal_one_rank(rank_info: RankInfo) -> None:
         for name, mask in MASKS.items():
             for groups in {1, 2, world, heads} if dtype is torch.float64 else {1, world}:
                 softcap = 1.5 if name in ("causal", "window") else 0.0
+                dropout = SOME if name in ("all", "long causal window") else None
                 sinks = torch.randn(heads, dtype=torch.float64).to(dtype)
 
                 def run(
                     q: Tensor, k: Tensor, v: Tensor, context: Context, sinks: Tensor, mask: AttentionMask = mask,
-                    softcap: float = softcap,
+                    softcap: float = softcap, dropout: Dropout | None = dropout,
                 ) -> Tensor:  # fmt: skip
-                    return attention(q, k, v, mask=mask, sinks=sinks, softcap=softcap, context=context)
+                    more = {"softcap": softcap, "dropout": dropout}
+                    return attention(q, k, v, mask=mask, sinks=sinks, context=context, **more)
 
                 tensors = inputs((24, 2), dtype, heads=heads, groups=groups)
                 check_against_one_rank(rank_info, tensors, run, all_algorithms(heads, groups), sinks=sinks)
@@ -77,9 +80,13 @@ def test_packed_sequences_equal_one_rank(rank_info: RankInfo) -> None:
         for dtype in (torch.float64, torch.bfloat16):
             for causal, window in ((True, (-1, -1)), (False, (-1, -1)), (True, (4, 0)), (False, (2, 3))):
                 mask = AttentionMask(causal=causal, window=window, packing=packing)
+                dropout = SOME if padded else None
 
-                def run(q: Tensor, k: Tensor, v: Tensor, context: Context, mask: AttentionMask = mask) -> Tensor:
-                    return attention(q, k, v, layout="thd", mask=mask, context=context)
+                def run(
+                    q: Tensor, k: Tensor, v: Tensor, context: Context, mask: AttentionMask = mask,
+                    dropout: Dropout | None = dropout,
+                ) -> Tensor:  # fmt: skip
+                    return attention(q, k, v, layout="thd", mask=mask, dropout=dropout, context=context)
 
                 tensors = inputs((sum(rooms),), dtype, heads=2 * world, groups=world)
                 contexts = all_algorithms(2 * world, world)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from primus_turbo_plugin.communication.collectives import Group
 from primus_turbo_plugin.errors import ConfigError
@@ -85,11 +85,11 @@ def parse_algorithm(cp_comm_type: str | None) -> Algorithm:
     """
     if cp_comm_type is None:
         return "p2p"
-    known = {name.replace("_", ""): name for name in DESCRIPTIONS}
+    known: dict[str, Algorithm] = {name.replace("_", ""): name for name in DESCRIPTIONS}
     found = known.get(cp_comm_type.replace("_", "").lower())
     if found is None:
         raise ConfigError(f"cp_comm_type must be {', '.join(DESCRIPTIONS)}, got {cp_comm_type!r}.")
-    return cast(Algorithm, found)
+    return found
 
 
 def reason_against_dealing_out(heads: int, groups: int, size: int) -> str | None:

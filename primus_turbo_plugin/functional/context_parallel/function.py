@@ -36,10 +36,10 @@ def shared_attention(
         ShapeError: A sequence does not divide into the group's chunks, or the heads can't be dealt out.
         UnsupportedError: No backend of `kernels` can do it.
     """
-    views = [_batch_first(x, layout) for x in (q, k, v)]
-    request = _request(*views, options, context, bias, sinks)
+    q_view, k_view, v_view = (_batch_first(x, layout) for x in (q, k, v))
+    request = _request(q_view, k_view, v_view, options, context, bias, sinks)
     backend = default_registry().select("attention", request, kernels)
-    engine = _engine(context, backend.kernels, views[0].shape[2], views[1].shape[2])
+    engine = _engine(context, backend.kernels, q_view.shape[2], k_view.shape[2])
     out: Tensor = _SharedAttention.apply(q, k, v, bias, sinks, _Shared(layout, options, engine))
     return out
 
@@ -63,7 +63,8 @@ class _SharedAttention(Function):
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         laid_out = (q, k, v, out)
         views = [_batch_first(x, call.layout) for x in laid_out]
-        saved = call.engine.forward(*views[:3], call.options, bias, sinks, views[3])
+        q_view, k_view, v_view, out_view = views
+        saved = call.engine.forward(q_view, k_view, v_view, call.options, bias, sinks, out_view)
         # Inputs and the output are saved as autograd knows them, not as views made behind its back.
         ctx.viewed = [next((i for i, view in enumerate(views) if view is x), None) for x in saved]
         ctx.save_for_backward(*(x if i is None else laid_out[i] for i, x in zip(ctx.viewed, saved)))

@@ -75,7 +75,7 @@ def sequences_of(packing: Packing | None, tokens: int, size: int, side: str) -> 
         ShapeError: The lengths don't fit the tokens, or a sequence doesn't divide into 2 * size chunks.
     """
     if packing is None:
-        sequences = (Sequence(0, tokens * size, tokens * size),)
+        sequences: tuple[Sequence, ...] = (Sequence(0, tokens * size, tokens * size),)
     else:
         ends = _numbers(packing.cu_seqlens_q if side == "q" else packing.cu_seqlens_k)
         padded = packing.cu_seqlens_q_padded if side == "q" else packing.cu_seqlens_k_padded

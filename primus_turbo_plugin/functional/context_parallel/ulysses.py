@@ -102,7 +102,8 @@ class AllToAll:
         if grads.sinks is not None:
             dsinks = grads.sinks.new_zeros(self.heads)
             dsinks[self._own_heads] = grads.sinks
-        return Gradients(*(wait() for wait in finish), None, dsinks)
+        dq, dk, dv = (wait() for wait in finish)
+        return Gradients(dq, dk, dv, None, dsinks)
 
     @property
     def _own_heads(self) -> slice:
