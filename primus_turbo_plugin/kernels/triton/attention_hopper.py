@@ -11,6 +11,7 @@ from primus_turbo_plugin.kernels.triton.attention_launch import Launch, Problem,
 
 _LOG2E = 1.4426950408889634
 _ROWS = 128  # queries of a program
+KEYS = 128  # of a program of dkdv
 _WIDEST = 128
 
 
@@ -37,12 +38,52 @@ def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pr
     args = {
         "q_desc": descriptor(q, _ROWS // 2, width), "k_desc": descriptor(k, block_n, width),
         "v_desc": descriptor(v, block_n, width), "out": out, "lse": lse, "sinks": problem.sinks,
-        "heads": heads, "groups": k.shape[2], "q_len": q_len, "k_len": k.shape[1], "tiles": tiles,
-        "left": problem.left or 0, "right": problem.right or 0, "scale": problem.scale * _LOG2E, "v_dim": v.shape[3],
+        **_sizes(q, k, problem), "tiles": tiles, "v_dim": v.shape[3],
         "stride_ob": out.stride(0), "stride_os": out.stride(1), "stride_oh": out.stride(2),
     }  # fmt: skip
     constants = {**_reaches(problem), "SINKS": problem.sinks is not None, "BLOCK_N": block_n, "D": width, "SLOTS": 2}
     return Launch(attention_hopper_fwd_kernel, (tiles * batch * heads,), args, constants, {"num_warps": 4})
+
+
+def dkdv_launch(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dk: Tensor, dv: Tensor, lse2: Tensor, delta: Tensor, problem: Problem
+) -> Launch:
+    """dk and dv `[splits, batch, tokens, groups, dim]`, dense in their last dimension."""
+    from primus_turbo_plugin.kernels.triton.attention_hopper_dkdv import attention_hopper_dkdv_kernel
+
+    width, block_m = _width(q, v), 64
+    tiles, splits = math.ceil(k.shape[1] / KEYS), dk.shape[0]
+    args = {
+        "q_desc": descriptor(q, block_m, width), "k_desc": descriptor(k, KEYS, width),
+        "v_desc": descriptor(v, KEYS, width), "g_desc": descriptor(dout, block_m, width),
+        "lse_desc": _row_descriptor(lse2, block_m), "delta_desc": _row_descriptor(delta, block_m), "dk": dk, "dv": dv,
+        **_sizes(q, k, problem), "tiles": tiles, "splits": splits, "grad_scale": problem.scale,
+        "dim": q.shape[3], "v_dim": v.shape[3],
+        **{f"stride_{name}{axis}": x.stride(i) for name, x in (("dk", dk), ("dv", dv)) for i, axis in enumerate("pbsh")},
+    }  # fmt: skip
+    constants = {**_reaches(problem), "BLOCK_M": block_m, "D": width, "SLOTS": 2}
+    grid = tiles * splits * k.shape[0] * k.shape[2]
+    return Launch(attention_hopper_dkdv_kernel, (grid,), args, constants, {"num_warps": 4})
+
+
+def dq_launch(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dq: Tensor, lse2: Tensor, delta: Tensor, problem: Problem
+) -> Launch:
+    """dq, dense in its last dimension."""
+    from primus_turbo_plugin.kernels.triton.attention_hopper_dq import attention_hopper_dq_kernel
+
+    width, block_n = _width(q, v), 64
+    tiles = math.ceil(q.shape[1] / _ROWS)
+    args = {
+        "q_desc": descriptor(q, _ROWS // 2, width), "g_desc": descriptor(dout, _ROWS // 2, width),
+        "k_desc": descriptor(k, block_n, width), "v_desc": descriptor(v, block_n, width),
+        "dq": dq, "lse2": lse2, "delta": delta, **_sizes(q, k, problem), "tiles": tiles,
+        "grad_scale": problem.scale, "dim": q.shape[3],
+        "stride_dqb": dq.stride(0), "stride_dqs": dq.stride(1), "stride_dqh": dq.stride(2),
+    }  # fmt: skip
+    constants = {**_reaches(problem), "BLOCK_N": block_n, "D": width, "SLOTS": 3}
+    grid = tiles * q.shape[0] * q.shape[2]
+    return Launch(attention_hopper_dq_kernel, (grid,), args, constants, {"num_warps": 4})
 
 
 def descriptor(x: Tensor, rows: int, width: int) -> Any:
@@ -53,6 +94,23 @@ def descriptor(x: Tensor, rows: int, width: int) -> Any:
     strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape)] + [1]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, width], layout)
+
+
+def _row_descriptor(x: Tensor, rows: int) -> Any:
+    """x fp32 `[batch, heads, queries]`, contiguous, in runs of `rows` queries of one head."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    batch, heads, queries = x.shape
+    return TensorDescriptor(x, [batch * heads, queries], [queries, 1], [1, rows], layout)
+
+
+def _sizes(q: Tensor, k: Tensor, problem: Problem) -> dict[str, Any]:
+    return {
+        "heads": q.shape[2], "groups": k.shape[2], "q_len": q.shape[1], "k_len": k.shape[1],
+        "left": problem.left or 0, "right": problem.right or 0, "scale": problem.scale * _LOG2E,
+    }  # fmt: skip
 
 
 def _width(q: Tensor, v: Tensor) -> int:

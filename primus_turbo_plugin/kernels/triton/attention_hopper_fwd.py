@@ -57,7 +57,7 @@ def key_blocks(first, rows, position, k_len, left, right, LEFT: gl.constexpr, RI
 
 @gluon.jit
 def visible(queries, keys, k_len, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Whether a query (its position) sees a key; both broadcast against each other."""
+    """Whether a query sees a key, `left` and `right` counted from the query's number; both broadcast against each other."""
     ok = keys < k_len
     if RIGHT:
         ok = ok & (keys <= queries + right)
@@ -68,7 +68,7 @@ def visible(queries, keys, k_len, left, right, LEFT: gl.constexpr, RIGHT: gl.con
 
 @gluon.jit
 def _softmax(
-    scores, maximum, total, scale, queries, first_key, k_len, left, right,
+    scores, maximum, total, scale, rows, first_key, k_len, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, BLOCK_N: gl.constexpr,
     OPERAND: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def _softmax(
     layout: gl.constexpr = scores.type.layout
     if MASKED:
         keys = first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
-        ok = visible(queries[:, None], keys[None, :], k_len, left, right, LEFT, RIGHT)
+        ok = visible(rows[:, None], keys[None, :], k_len, left, right, LEFT, RIGHT)
         scores = gl.where(ok, scores, -float("inf"))
     new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale)
     shift = new_maximum
@@ -91,7 +91,7 @@ def _softmax(
 @gluon.jit
 def _block(
     j, number, top, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, probabilities, acc, maximum, total,
-    scale, queries, k_len, left, right,
+    scale, rows, k_len, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """S of block j, the second product of block j - 1 and, while that runs, the softmax of block j."""
@@ -109,7 +109,7 @@ def _block(
     scores = warpgroup_mma_wait(1, deps=[scores_token])
     mbarrier.arrive(k_empty.index(slot), count=1)
     probabilities, correction, maximum, total = _softmax(
-        scores, maximum, total, scale, queries, (top - j) * BLOCK_N, k_len, left, right,
+        scores, maximum, total, scale, rows, (top - j) * BLOCK_N, k_len, left, right,
         LEFT, RIGHT, MASKED, BLOCK_N, OPERAND, DTYPE,
     )  # fmt: skip
     # The next keys are waited for here rather than at the top: ptxas moves the wait below up, ahead of the softmax, unless a
@@ -124,7 +124,7 @@ def _block(
 @gluon.jit
 def _attend(
     HALF: gl.constexpr, q_buffers, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, out, lse, sink,
-    first, top, number, right_masked, left_masked, q_len, k_len, position, left, right, scale, v_dim, stride_os,
+    first, top, number, right_masked, left_masked, q_len, k_len, left, right, scale, v_dim, stride_os,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 queries through all their blocks."""
@@ -136,7 +136,6 @@ def _attend(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     rows = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-    queries = position + rows
     q = tile_2d(q_buffers.index(HALF), DTYPE, ROWS, D)
     mbarrier.wait(q_full, 0)
 
@@ -152,7 +151,7 @@ def _attend(
         maximum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT)) + gl.load(sink).to(gl.float32) * LOG2E
         total += 1.0
     probabilities, _correction, maximum, total = _softmax(
-        scores, maximum, total, scale, queries, top * BLOCK_N, k_len, left, right,
+        scores, maximum, total, scale, rows, top * BLOCK_N, k_len, left, right,
         LEFT, RIGHT, True, BLOCK_N, OPERAND, DTYPE,
     )  # fmt: skip
     acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
@@ -162,18 +161,18 @@ def _attend(
     for j in range(1, right_masked):
         probabilities, acc, maximum, total = _block(
             j, number, top, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, probabilities, acc, maximum, total,
-            scale, queries, k_len, left, right, LEFT, RIGHT, True, S_LAYOUT, OPERAND,
+            scale, rows, k_len, left, right, LEFT, RIGHT, True, S_LAYOUT, OPERAND,
         )  # fmt: skip
     for j in range(gl.maximum(right_masked, 1), number - left_masked):
         probabilities, acc, maximum, total = _block(
             j, number, top, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, probabilities, acc, maximum, total,
-            scale, queries, k_len, left, right, LEFT, RIGHT, False, S_LAYOUT, OPERAND,
+            scale, rows, k_len, left, right, LEFT, RIGHT, False, S_LAYOUT, OPERAND,
         )  # fmt: skip
     if LEFT:
         for j in range(gl.maximum(number - left_masked, 1), number):
             probabilities, acc, maximum, total = _block(
                 j, number, top, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, probabilities, acc, maximum, total,
-                scale, queries, k_len, left, right, LEFT, RIGHT, True, S_LAYOUT, OPERAND,
+                scale, rows, k_len, left, right, LEFT, RIGHT, True, S_LAYOUT, OPERAND,
             )  # fmt: skip
 
     # The last second product.
@@ -241,6 +240,7 @@ def attention_hopper_fwd_kernel(
     top, number, right_masked, left_masked = key_blocks(
         first, gl.minimum(2 * ROWS, q_len - first), position, k_len, left, right, LEFT, RIGHT, BLOCK_N
     )
+    left, right = left - position, right + position  # from here on counted from a query's own number
     out += batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
     lse += head_batch.to(gl.int64) * q_len
     sink = lse  # anything: a tuple of arguments takes no None
@@ -257,12 +257,12 @@ def attention_hopper_fwd_kernel(
         [
             (_attend, (
                 0, q_buffers, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, out, lse, sink,
-                first, top, number, right_masked, left_masked, q_len, k_len, position, left, right, scale, v_dim, stride_os,
+                first, top, number, right_masked, left_masked, q_len, k_len, left, right, scale, v_dim, stride_os,
                 LEFT, RIGHT, SINKS,
             )),
             (_attend, (
                 1, q_buffers, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, out, lse, sink,
-                first, top, number, right_masked, left_masked, q_len, k_len, position, left, right, scale, v_dim, stride_os,
+                first, top, number, right_masked, left_masked, q_len, k_len, left, right, scale, v_dim, stride_os,
                 LEFT, RIGHT, SINKS,
             )),
             (_copy, (
