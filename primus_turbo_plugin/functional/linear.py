@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import dynamo at once, a second of start-up
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -78,8 +79,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> 
     dtype = compute_dtype(x)
     _check(x, weight, bias, call)
     with no_autocast(x):
-        y: Tensor = _Linear.apply(x.to(dtype), weight, bias, call, torch.is_grad_enabled())
+        untraced = call.overlap is not None and torch.compiler.is_compiling()
+        run = _run_untraced if untraced else _Linear.apply
+        y: Tensor = run(x.to(dtype), weight, bias, call, torch.is_grad_enabled())
     return y
+
+
+@_disable_dynamo
+def _run_untraced(*arguments: Any) -> Any:
+    """Outside the graphs of torch.compile, which would replay the sequence numbers of one call."""
+    return _Linear.apply(*arguments)
 
 
 class _Linear(Function):
