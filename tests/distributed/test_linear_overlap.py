@@ -172,3 +172,30 @@ def test_nothing_saved_for_backward_lies_in_a_slot(rank_info: RankInfo) -> None:
             slots = {c._arena.mine.untyped_storage().data_ptr() for c in arenas if c._arena is not None}
             assert saved
             assert not owned & slots
+
+
+def _compiled_step(x: Tensor, w: Tensor, call: LinearCall) -> Tensor:
+    return torch.nn.functional.silu(linear(x * 2, w, None, call)) + 1
+
+
+@ranks(world_size=2)
+def test_compiled_code_around_an_overlapped_linear_gives_the_same_bits(rank_info: RankInfo) -> None:
+    """The linear runs as it is, outside the graphs: its collectives may not be traced, nor traced once and replayed."""
+    import torch._dynamo
+
+    if torch._dynamo.config.disable:
+        pytest.skip("TORCHDYNAMO_DISABLE is set")
+    g, use = torch.Generator().manual_seed(rank_info.seed), OverlapUse(overlap=_overlap())
+    for mode in ("column", "row"):
+        x, w, dy = _shards(mode, rank_info, g, 8, torch.float32)
+        parallel = TensorParallel(mode=mode, group=torch.distributed.group.WORLD, sequence_parallel=True)
+        call = make_call(plan("bf16"), torch.float32, parallel=parallel, overlap=use)
+        results = []
+        for step in (_compiled_step, torch.compile(_compiled_step, backend="eager")):
+            for _ in range(2):
+                leaves = leaf(x), leaf(w)
+                y = step(*leaves, call)
+                y.backward(dy)
+                results.append((y.detach(), leaves[0].grad, leaves[1].grad))
+        for found in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
