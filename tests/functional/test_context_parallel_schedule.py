@@ -1,4 +1,4 @@
-"""The ring's schedule against the definition: every visible (query, key) pair is computed once, from a token that has travelled."""
+"""The ring's schedule by definition: every visible (query, key) pair is computed once, from a token that has travelled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,18 @@ from primus_turbo_plugin.functional.context_parallel.sequences import (
 )
 from primus_turbo_plugin.kernels.attention import Packing
 
-LIMITS: tuple[Limits, ...] = ((None, None), (None, 0), (0, 0), (1, 0), (5, 0), (40, 0), (3, 2), (0, 7), (None, 4), (6, None))
+LIMITS: tuple[Limits, ...] = (
+    (None, None),
+    (None, 0),
+    (0, 0),
+    (1, 0),
+    (5, 0),
+    (40, 0),
+    (3, 2),
+    (0, 7),
+    (None, 4),
+    (6, None),
+)
 
 
 def positions_of(sequences: tuple[Sequence, ...], tokens: int, rank: int, size: int) -> list[tuple[int, int] | None]:
@@ -79,7 +90,7 @@ def check_steps(sequences: tuple[Sequence, ...], limits: Limits, size: int, pack
             partner = plans[step.receiver][number]
             assert (partner.owner, partner.incoming) == (rank, step.outgoing), "a message must fit both its ends"
             at_hand = token_index(step.incoming).tolist() if number else list(range(tokens))
-            assert len(at_hand) == rows_of(step.incoming) or not number
+                assert number == 0 or len(at_hand) == rows_of(step.incoming)
             seen: set[int] = set()
             for call in step.calls:
                 check_call(call, packed)
