@@ -90,7 +90,7 @@ def check_steps(sequences: tuple[Sequence, ...], limits: Limits, size: int, pack
             partner = plans[step.receiver][number]
             assert (partner.owner, partner.incoming) == (rank, step.outgoing), "a message must fit both its ends"
             at_hand = token_index(step.incoming).tolist() if number else list(range(tokens))
-                assert number == 0 or len(at_hand) == rows_of(step.incoming)
+            assert number == 0 or len(at_hand) == rows_of(step.incoming)
             seen: set[int] = set()
             for call in step.calls:
                 check_call(call, packed)
