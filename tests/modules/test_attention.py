@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.functional.attention_oracle import allowed_keys, attention_float64, packed_float64, relative_error
+from tests.functional.attention_oracle import (
+    allowed_keys,
+    attention_float64,
+    dropout_keep,
+    packed_float64,
+    relative_error,
+)
 from tests.support.distributed import RankInfo, ranks
 from tests.support.linear import megatron_config, start_megatron
 
@@ -86,30 +92,53 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 
 
 @ranks(world_size=1, megatron=True)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_equals_megatrons_own_module(rank_info: RankInfo, dropout: float, bf16: bool) -> None:
-    """The same generators give the same dropout, with sequence parallelism (which draws from another) and without."""
+def test_equals_megatrons_own_module(rank_info: RankInfo, bf16: bool) -> None:
     start_megatron()
     dtype = torch.bfloat16 if bf16 else torch.float32
     for name, fields in VARIATIONS.items():
-        for sequence_parallel in (False, True) if dropout else (False,):
-            config = _config(attention_dropout=dropout, params_dtype=dtype, bf16=bf16, **fields)
-            config.sequence_parallel = sequence_parallel  # only read for the generator
-            theirs, ours = _both(config)
-            ours.load_state_dict(theirs.state_dict())
-            qkv = _qkv(config, dtype=dtype)
-            scale = fields.get("softmax_scale")
-            if scale is not None:
-                from primus_turbo_plugin.modules.attention import TurboDotProductAttention
+        config = _config(params_dtype=dtype, bf16=bf16, **fields)
+        theirs, ours = _both(config)
+        ours.load_state_dict(theirs.state_dict())
+        qkv = _qkv(config, dtype=dtype)
+        scale = fields.get("softmax_scale")
+        if scale is not None:
+            from primus_turbo_plugin.modules.attention import TurboDotProductAttention
 
-                arguments = (2, theirs.attn_mask_type, "self")
-                theirs = type(theirs)(config, *arguments, softmax_scale=scale)
-                ours = TurboDotProductAttention(config, *arguments, softmax_scale=scale)
-            _assert_equal(_run(theirs, qkv, None), _run(ours, qkv, None), BF16_BAR if bf16 else FP32_BAR, name)
-    if dropout:
-        ours.eval()
-        assert torch.equal(_run(ours, qkv, None, seed=1)[0], _run(ours, qkv, None, seed=2)[0])
+            arguments = (2, theirs.attn_mask_type, "self")
+            theirs = type(theirs)(config, *arguments, softmax_scale=scale)
+            ours = TurboDotProductAttention(config, *arguments, softmax_scale=scale)
+        _assert_equal(_run(theirs, qkv, None), _run(ours, qkv, None), BF16_BAR if bf16 else FP32_BAR, name)
+
+
+@ranks(world_size=1, megatron=True)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_is_drawn_under_a_seed_of_the_tensor_parallel_generator(
+    rank_info: RankInfo, sequence_parallel: bool
+) -> None:
+    """Also under sequence parallelism: ranks hold different heads, so they must not draw alike."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    start_megatron()
+    config = _config(attention_dropout=0.3)
+    config.sequence_parallel = sequence_parallel  # only read for the generator
+    module = _turbo(config)
+    qkv = _qkv(config)
+    got = _run(module, qkv, None, seed=5)
+    model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+    with get_cuda_rng_tracker().fork():
+        seed = int(torch.randint(2**62, (1,)))
+    copies = [x.detach().double().requires_grad_() for x in qkv]
+    want, _ = attention_float64(
+        *copies, scale=8**-0.5, allowed=allowed_keys(17, 17, causal=True)[None, None],
+        keep=dropout_keep(seed, 0.3, (2, 6, 17, 17)), dropout=0.3,
+    )  # type: ignore[arg-type]  # fmt: skip
+    dout = torch.randn(got[0].shape, generator=torch.Generator().manual_seed(5)).double()
+    grads = torch.autograd.grad(want.flatten(-2), copies, dout)
+    _assert_equal([want.flatten(-2).float(), *(x.float() for x in grads)], got, FP32_BAR, "dropout")
+    assert not torch.equal(_run(module, qkv, None, seed=6)[0], got[0])
+    module.eval()
+    assert torch.equal(_run(module, qkv, None, seed=1)[0], _run(module, qkv, None, seed=2)[0])
 
 
 @ranks(world_size=1, megatron=True)
