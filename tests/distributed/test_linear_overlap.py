@@ -22,9 +22,9 @@ K, N = 64, 96
 CPU = torch.device("cpu")
 
 
-def _overlap(chunks: int | None = 2, transport: str = "shared_memory") -> Overlap:
+def _overlap(chunks: int | None = 2, transport: str = "shared_memory", *, ring: bool = False) -> Overlap:
     kind = {"shared_memory": SharedMemoryTransport, "process_group": ProcessGroupTransport}[transport]
-    return Overlap(kind(torch.distributed.group.WORLD, CPU), chunks=chunks)
+    return Overlap(kind(torch.distributed.group.WORLD, CPU), chunks=chunks, ring=ring)
 
 
 def _exact(g: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -79,6 +79,27 @@ def test_overlapped_linears_give_the_bits_of_the_others(rank_info: RankInfo, tra
                         assert torch.equal(ours[name], value), (recipe, mode, uses, name)
     assert ("fprop", "the blocks of x lie across ranks, so it is quantised after gathering") not in notes
     assert ("dgrad", "a copy of dy is made of all tokens, so dy is gathered first") in notes
+
+
+@ranks(world_size=[2, 3])
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_ring_gives_the_same_where_sums_are_exact(rank_info: RankInfo, transport: str) -> None:
+    g = torch.Generator().manual_seed(rank_info.seed)
+    notes: list[tuple[str, str]] = []
+    use = OverlapUse(overlap=_overlap(transport=transport, ring=True), note=lambda *note: notes.append(note))
+    for recipe in ("bf16", "mxfp8"):
+        for mode in ("column", "row"):
+            x, w, dy = _shards(mode, rank_info, g, 64, torch.bfloat16)
+            parallel = TensorParallel(mode=mode, group=torch.distributed.group.WORLD, sequence_parallel=True)
+            call = make_call(plan(recipe), torch.bfloat16, parallel=parallel)
+            plain = _run(x, w, dy, call)
+            for scatter_dgrad in (False, True):
+                ours = _run(
+                    x, w, dy, dataclasses.replace(call, overlap=dataclasses.replace(use, scatter_dgrad=scatter_dgrad))
+                )
+                for name, value in plain.items():
+                    assert torch.equal(ours[name], value), (recipe, mode, scatter_dgrad, name)
+    assert ("dx under wgrad", "a ring adds on its way, for which wgrad leaves no room") in notes
 
 
 @ranks(world_size=[1, 3])
