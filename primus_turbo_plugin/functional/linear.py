@@ -7,7 +7,7 @@ column      x [T, K] on every rank, or the rank's tokens [T/p, K] with sequence 
     fprop       y  = Q(AG(x)) @ Q(w).T + b            AG: all-gather, only with sequence parallelism
     dgrad       dx = RS(Q(dy) @ Q'(w).T)              RS: reduce-scatter with sequence parallelism, else an all-reduce
     wgrad       dw = Q'(dy) @ Q'(AG(x)).T
-    dbias       db = sum_T dy
+    dbias       db = sum_T dy                         from the read that quantises dy, where a kernel does both
 row         x [T, K/p];   w [N, K/p];   y [T, N] on every rank, or the rank's tokens [T/p, N] with sequence parallelism
     fprop       y  = RS(Q(x) @ Q(w).T) + b
     dgrad       dx = Q(AG(dy)) @ Q'(w).T              without sequence parallelism dy is whole already
@@ -29,6 +29,7 @@ Equality    quantised shards carry the codes of the whole tensor wherever no blo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from torch.autograd.function import once_differentiable
 from primus_turbo_plugin.communication.collectives import Pending, all_reduce, ready
 from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.functional.autocast import compute_dtype, no_autocast
+from primus_turbo_plugin.functional.fused_quantize import gradient_sum
 from primus_turbo_plugin.functional.linear_call import LinearCall
 from primus_turbo_plugin.functional.linear_kernels import Operand
 from primus_turbo_plugin.functional.linear_operands import (
@@ -116,8 +118,8 @@ class _Linear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: LinearCall = ctx.call
         with_dgrad, with_wgrad, with_dbias = ctx.needs_input_grad[:3]
+        call: LinearCall = replace(ctx.call, dy_sum=[]) if with_dbias else ctx.call
         saved = saved_operands(ctx)
         with no_autocast(dy):
             deferred = with_wgrad and call.defer is not None and call.defer(dy)
@@ -127,7 +129,7 @@ class _Linear(Function):
             if deferred:
                 assert call.sink is not None
                 dw = call.sink.delivered()
-            db = dy.sum(0).to(ctx.bias_dtype) if with_dbias else None
+            db = gradient_sum(call, dy).to(ctx.bias_dtype) if with_dbias else None
             return dx.wait(), dw, db, None, None
 
 

@@ -17,6 +17,7 @@ from primus_turbo_plugin.functional.weight_cache import WeightCache
 from primus_turbo_plugin.functional.wgrad import GradientSink
 from primus_turbo_plugin.precision.module_plan import ModulePlan, contraction_multiple
 from primus_turbo_plugin.precision.presets import GEMM_OPERANDS
+from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 from primus_turbo_plugin.precision.rounding import RoundingKey
 
 
@@ -129,6 +130,8 @@ class LinearCall:
         transpose_weight: Make the weight's copy for dgrad even though nothing here asks for a gradient: the first pass of an
             activation recomputation runs so, and the second should find it.
         rounding: Random bits; needed when the recipe rounds stochastically.
+        x_copies: x's quantised copies, made by whoever computed x (functional/fused_quantize.py); x itself is then not read.
+        dy_sum: Takes the sum of dy over tokens, fp32 [out], from a kernel that quantises dy.
     """
 
     plan: ModulePlan
@@ -141,6 +144,8 @@ class LinearCall:
     cache: WeightCache | None = None
     transpose_weight: bool = False
     rounding: Rounding | None = None
+    x_copies: tuple[QuantizedTensor | None, QuantizedTensor | None] | None = None
+    dy_sum: list[Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.plan.precision.is_stochastic and self.rounding is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from primus_turbo_plugin.communication.collectives import Pending, all_gather, ready
 from primus_turbo_plugin.communication.quantized import Axis, all_gather_quantized, shards_align
+from primus_turbo_plugin.functional.fused_quantize import quantize_gradient
 from primus_turbo_plugin.functional.linear_call import LinearCall
 from primus_turbo_plugin.functional.linear_kernels import Operand, operand_specs
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
@@ -30,7 +31,13 @@ def columnwise(copy: Operand) -> Operand:
 
 def local_operands(call: LinearCall, name: str, t: Tensor, *, row: bool, column: bool) -> Pair:
     """Both copies of x or dy [tokens, features], where this rank has all tokens; None where not needed."""
-    row_copy, column_copy = call.kernels.quantize(name, t, *_wanted(call, name, row, column), call.key(name))
+    specs = _wanted(call, name, row, column)
+    if name == "x" and call.x_copies is not None:
+        row_copy, column_copy = (copy if spec else None for copy, spec in zip(call.x_copies, specs))
+    elif name == "dy" and not call.parallel.scatters_output:  # else t holds other ranks' tokens too
+        row_copy, column_copy = quantize_gradient(call, t, *specs)
+    else:
+        row_copy, column_copy = call.kernels.quantize(name, t, *specs, call.key(name))
     return (row_copy or (t if row else None)), (column_copy or (t if column else None))
 
 
@@ -119,6 +126,11 @@ def quantize_shards(
         spec if spec is not None and shards_align(spec, shape, axis) else None
         for spec, (shape, axis) in zip(specs, axes)
     ]
+    if name == "x" and call.x_copies is not None:
+        row_copy, column_copy = call.x_copies
+        return row_copy if early[0] else None, column_copy if early[1] else None
+    if name == "dy":
+        return quantize_gradient(call, shard, early[0], early[1])
     return call.kernels.quantize(name, shard, early[0], early[1], call.key(name))
 
 

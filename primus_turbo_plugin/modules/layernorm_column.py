@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from primus_turbo_plugin.errors import ConfigError
-from primus_turbo_plugin.functional.norm import layer_norm, rms_norm
+from primus_turbo_plugin.functional.fused_quantize import rms_norm_input
+from primus_turbo_plugin.functional.linear_call import LinearCall, TensorParallel
+from primus_turbo_plugin.functional.norm import layer_norm
 from primus_turbo_plugin.modules.column_parallel import TurboColumnParallelLinear
 from primus_turbo_plugin.precision.module_plan import ModulePlan
 
@@ -87,10 +89,22 @@ class TurboLayerNormColumnParallelLinear(TurboColumnParallelLinear):
         Returns:
             [seq, batch, out / ranks] ([seq, batch, out] if gathered), and the bias if `skip_bias_add`, else None.
         """
+        return super().forward(input_, weight, runtime_gather_output)
+
+    def run_linear(
+        self, x: Tensor, weight: Any, bias: Tensor | None, parallel: TensorParallel, **options: Any
+    ) -> Tensor:
+        """The linear of norm(x): where x is quantised, the norm is computed in the kernel that quantises."""
+        return super().run_linear(x, weight, bias, parallel, front=self._norm, **options)
+
+    def _norm(self, x: Tensor, weight: Any, call: LinearCall) -> tuple[Tensor, LinearCall]:
+        """norm(x) of x [tokens, in], as `run_linear`'s `front`."""
         eps, kernels = self.config.layernorm_epsilon, self.plan.kernels.get("norm")
-        how = {"zero_centered_gamma": self._zero_centered_gamma, "kernels": kernels}
+        gamma, zero_centered = self.layer_norm_weight, self._zero_centered_gamma
         if self.config.normalization == "LayerNorm":
-            normed = layer_norm(input_, self.layer_norm_weight, self.layer_norm_bias, eps, **how)
-        else:
-            normed = rms_norm(input_, self.layer_norm_weight, eps, **how)
-        return super().forward(normed, weight, runtime_gather_output)
+            normed = layer_norm(x, gamma, self.layer_norm_bias, eps, zero_centered_gamma=zero_centered, kernels=kernels)
+            return normed, call
+        with_wgrad = torch.is_grad_enabled() and weight.requires_grad
+        return rms_norm_input(
+            x, gamma, eps, call, zero_centered_gamma=zero_centered, with_wgrad=with_wgrad, kernels=kernels
+        )

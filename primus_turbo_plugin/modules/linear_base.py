@@ -87,6 +87,7 @@ class TurboLinearMixin:
         *,
         fused: bool,
         defer: Callable[[Tensor], bool] | None = None,
+        front: Callable[[Tensor, Any, LinearCall], tuple[Tensor, LinearCall]] | None = None,
     ) -> Tensor:
         """y = x @ weight.T + bias over any leading dimensions of x.
 
@@ -97,6 +98,7 @@ class TurboLinearMixin:
             parallel: Split and collectives.
             fused: Whether dw goes to `weight.main_grad`.
             defer: Asked in backward, with dy as it came: whether to leave dw to the caller.
+            front: Makes x from what is passed as x: (x [tokens, in], weight, call) to the x and the call that are run.
 
         Returns:
             [..., out]; the first dimension is as many times longer or shorter as `parallel` gathers or scatters.
@@ -117,7 +119,10 @@ class TurboLinearMixin:
             transpose_weight=self.training,
             rounding=self._draw_rounding(),
         )
-        y = linear(x if x.dim() == 2 else x.flatten(0, -2), weight, bias, call)
+        x = x if x.dim() == 2 else x.flatten(0, -2)
+        if front is not None:
+            x, call = front(x, weight, call)
+        y = linear(x, weight, bias, call)
         self._first_microbatch = False
         return y.view(first, *leading, y.shape[-1])
 

@@ -1,0 +1,198 @@
+"""Ops of a linear's neighbours in the pass that quantises its operands: RMS norm in front of x, the bias gradient beside dy.
+
+fprop   Q(x), Q'(x), rstd = one kernel of x and gamma; the normed tensor exists nowhere
+dgrad   dnormed = dy @ w as in functional/linear.py;  dx, dgamma = kernels.rms_norm_bwd(dnormed, x, gamma, rstd)
+dbias   db = tree_sum(dy), from the read of dy that quantises it
+Saved   x, gamma and rstd as functional/norm.py does, Q'(x) as functional/linear.py does
+Equality  the bytes are those of the ops one after the other, see kernels/reference/fused.py
+
+A fusion is used where the backend that quantises the operand also serves the fused request (and an order in the
+configuration, `kernels: {fused_quantize: [...]}`, names it); elsewhere the ops run one after the other.
+
+How the norm reaches a linear that knows nothing of it: its quantised copies go into `LinearCall.x_copies`, and a stand-in without
+memory takes the normed tensor's place in autograd, so that the linear's dx arrives here as the norm's dy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from primus_turbo_plugin.communication.quantized import shards_align
+from primus_turbo_plugin.functional.autocast import compute_dtype
+from primus_turbo_plugin.functional.linear_call import LinearCall
+from primus_turbo_plugin.functional.linear_kernels import LinearKernels, operand_specs
+from primus_turbo_plugin.functional.norm import rms_norm
+from primus_turbo_plugin.kernels.norm import NormRequest
+from primus_turbo_plugin.kernels.registry import Backend, default_registry
+from primus_turbo_plugin.kernels.requests import FusedQuantizeRequest
+from primus_turbo_plugin.precision.quant_spec import QuantSpec
+from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+
+Copies = tuple[QuantizedTensor | None, QuantizedTensor | None]
+
+
+def rms_norm_input(
+    x: Tensor,
+    gamma: Tensor,
+    eps: float,
+    call: LinearCall,
+    *,
+    zero_centered_gamma: bool,
+    with_wgrad: bool,
+    kernels: Sequence[str] | None = None,
+) -> tuple[Tensor, LinearCall]:
+    """What `linear` takes for x = rms_norm(x): the normed tensor, or a stand-in for it and a call that holds its copies.
+
+    Args:
+        x: [tokens, in] of this rank.
+        gamma: [in], the norm's weight.
+        eps: Added to the mean square.
+        call: The linear's call.
+        zero_centered_gamma: gamma = 1 + weight.
+        with_wgrad: Whether the linear's wgrad will run: then its columnwise copy is made too.
+        kernels: Backends of the norm, first choice first; None for the registry's order.
+
+    Returns:
+        The tensor and the call to hand to `linear`.
+    """
+    row, column = operand_specs(call.plan, "x")
+    specs = (row, column if with_wgrad else None)
+    reason = norm_fusion_refusal(x, gamma, call, with_wgrad=with_wgrad)
+    if reason is not None:
+        return rms_norm(x, gamma, eps, zero_centered_gamma=zero_centered_gamma, kernels=kernels), call
+    fused = _fused_backend(call.kernels, "x", "rms_norm", x, specs, gamma.dtype)
+    assert isinstance(fused, Backend)
+    norm = default_registry().select("norm", NormRequest.of("rms_norm", x, gamma), kernels)
+    copies: list[QuantizedTensor | None] = []
+    stand_in = _NormQuantize.apply(
+        x, gamma, eps, zero_centered_gamma, fused.kernels, norm.kernels, specs, call, copies, torch.is_grad_enabled()
+    )
+    return stand_in, replace(call, x_copies=(copies[0], copies[1]))
+
+
+def norm_fusion_refusal(x: Tensor, gamma: Tensor, call: LinearCall, *, with_wgrad: bool) -> str | None:
+    """Why an RMS norm in front of this linear runs apart, or None."""
+    row, column = operand_specs(call.plan, "x")
+    if row is None or (with_wgrad and column is None):
+        return "the linear needs x unquantised as well"
+    if not compute_dtype(x) == x.dtype == call.kernels.dtype:
+        return f"x is cast from {x.dtype} to {call.kernels.dtype} behind the norm"
+    if call.parallel.gathers_input:
+        tokens, features = x.shape
+        aligned = shards_align(row, (tokens, features), "outer")
+        if with_wgrad:
+            assert column is not None
+            aligned = aligned and shards_align(column, (features, tokens), "contraction")
+        if not aligned:
+            return "blocks lie across ranks, so that x is gathered before it is quantised"
+    fused = _fused_backend(call.kernels, "x", "rms_norm", x, (row, column if with_wgrad else None), gamma.dtype)
+    return fused if isinstance(fused, str) else None
+
+
+def quantize_gradient(call: LinearCall, dy: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> Copies:
+    """Both copies of dy; its sum over tokens goes into `call.dy_sum` where that is asked for and a kernel does it."""
+    if call.dy_sum is not None and (row is not None or column is not None):
+        fused = _gradient_backend(call, dy)
+        if isinstance(fused, Backend):
+            row_copy, column_copy, total = fused.kernels.quantize_and_sum(
+                dy, row, column, key=call.key("dy"), signs_seed=call.plan.precision.signs_seed
+            )
+            call.dy_sum.append(total)
+            return row_copy, column_copy
+    return call.kernels.quantize("dy", dy, row, column, call.key("dy"))
+
+
+def gradient_sum(call: LinearCall, dy: Tensor) -> Tensor:
+    """db = sum of dy [tokens, out] over tokens: what `quantize_gradient` found, else the same sum by a read of its own.
+
+    Its bits depend on the plan, not on which gradients are wanted: fp32 by `precision.tree_sum` where the plan quantises dy with
+    kernels that sum, torch's sum where not.
+    """
+    if call.dy_sum:
+        return call.dy_sum[0]
+    fused = _gradient_backend(call, dy)
+    if isinstance(fused, Backend):
+        total: Tensor = fused.kernels.quantize_and_sum(dy, None, None)[2]
+        return total
+    return dy.sum(0)
+
+
+def _gradient_backend(call: LinearCall, dy: Tensor) -> Backend[FusedQuantizeRequest] | str:
+    return _fused_backend(call.kernels, "dy", "sums", dy, operand_specs(call.plan, "dy"), None)
+
+
+def _fused_backend(
+    kernels: LinearKernels,
+    operand: str,
+    kind: Any,
+    t: Tensor,
+    specs: tuple[QuantSpec | None, QuantSpec | None],
+    weight_dtype: torch.dtype | None,
+) -> Backend[FusedQuantizeRequest] | str:
+    """The fused kernels of the backend that quantises the operand, or why there are none."""
+    quantizer = kernels.quantizers.get(operand)
+    if quantizer is None:
+        return f"{operand} is not quantised"
+    registry = default_registry(kernels.plan.tuning_file)
+    order = kernels.plan.kernels.get(FusedQuantizeRequest.op)
+    if quantizer.name not in (registry.names(FusedQuantizeRequest.op) if order is None else order):
+        return f"no fused kernels of {quantizer.name}, which quantises {operand}, are allowed"
+    backend = registry.backend(FusedQuantizeRequest.op, quantizer.name)
+    request = FusedQuantizeRequest(
+        device=t.device.type,
+        kind=kind,
+        dtype=t.dtype,
+        hidden=t.shape[1],
+        weight_dtype=weight_dtype,
+        row_spec=specs[0],
+        col_spec=specs[1],
+    )
+    reason = backend.supports(request)
+    return backend if reason is None else f"{backend.name} {reason}"
+
+
+class _NormQuantize(Function):
+    """Makes the copies of the normed x and returns a stand-in for it: a NaN that looks like [tokens, in]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor,
+        eps: float,
+        zero_centered_gamma: bool,
+        fused: Any,
+        norm: Any,
+        specs: tuple[QuantSpec | None, QuantSpec | None],
+        call: LinearCall,
+        copies: list[QuantizedTensor | None],
+        grad_enabled: bool,
+    ) -> Tensor:
+        row, column, rstd = fused.rms_norm_quantize(
+            x,
+            gamma,
+            eps,
+            *specs,
+            zero_centered_gamma=zero_centered_gamma,
+            key=call.key("x"),
+            signs_seed=call.plan.precision.signs_seed,
+        )
+        copies += [row, column]
+        if grad_enabled:
+            ctx.save_for_backward(x, gamma, rstd)
+        ctx.norm, ctx.zero_centered_gamma = norm, zero_centered_gamma
+        return x.new_full((), float("nan")).expand(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, rstd = ctx.saved_tensors
+        dx, dgamma = ctx.norm.rms_norm_bwd(dy, x, gamma, rstd, zero_centered_gamma=ctx.zero_centered_gamma)
+        return dx, dgamma.to(gamma.dtype), *([None] * 8)
