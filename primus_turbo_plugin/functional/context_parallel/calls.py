@@ -11,7 +11,7 @@ from torch import Tensor
 
 from primus_turbo_plugin.functional.context_parallel.messages import token_index
 from primus_turbo_plugin.functional.context_parallel.schedule import Call, Limits, Step
-from primus_turbo_plugin.functional.context_parallel.sequences import Sequence, places, sequences_of
+from primus_turbo_plugin.functional.context_parallel.sequences import places, sequences_of
 from primus_turbo_plugin.kernels.attention import AttentionMask, AttentionOptions, Dropout, Packing
 
 
@@ -87,13 +87,13 @@ class CallMaker:
 
     def _query_places(self) -> Tensor:
         sequences = sequences_of(self.options.mask.packing, self.queries, self.size, "q")
-        return _places(sequences, self.queries, self.rank, self.size, self.device)
+        return places(sequences, self.queries, self.rank, self.size, self.device)
 
     def _key_places(self, step: Step) -> Tensor:
         """Of the keys at hand in a step."""
         sequences = sequences_of(self.options.mask.packing, self.keys, self.size, "k")
-        runs = step.incoming or ((0, self.keys),)
-        return _places(sequences, self.keys, step.owner, self.size, self.device, runs)
+        found = places(sequences, self.keys, step.owner, self.size, self.device)
+        return found if step.owner == self.rank else found[token_index(step.incoming, self.device)]
 
 
 def _mask(limits: Limits, masked: Tensor | None, packing: Packing | None) -> AttentionMask:
@@ -128,12 +128,3 @@ def _packing(call: Call, device: torch.device) -> Packing:
         cu_seqlens_q_padded=numbers(q_starts), cu_seqlens_k_padded=numbers(k_starts),
         max_seqlen_q=max(q_lengths), max_seqlen_k=max(k_lengths),
     )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=256)
-def _places(
-    sequences: tuple[Sequence, ...], tokens: int, rank: int, size: int, device: torch.device,
-    runs: tuple[tuple[int, int], ...] | None = None,
-) -> Tensor:  # fmt: skip
-    found = places(sequences, tokens, rank, size)
-    return (found if runs is None else found[token_index(runs)]).to(device)

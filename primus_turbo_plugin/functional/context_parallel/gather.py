@@ -76,4 +76,4 @@ class AllGather:
 
     def _order(self, k: Tensor, options: AttentionOptions) -> Tensor:
         sequences = sequences_of(options.mask.packing, k.shape[1], self.group.size(), "k")
-        return gathered_order(sequences, k.shape[1], self.group.size()).to(k.device)
+        return gathered_order(sequences, k.shape[1], self.group.size(), k.device)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from primus_turbo_plugin.functional.context_parallel.sequences import CPU
+
 Runs = tuple[tuple[int, int], ...]
 
 _FEW = 4  # runs: so many are copied slice by slice, more by one gather
@@ -35,7 +37,7 @@ def fill(message: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Tensor:
     """Copies the runs' tokens in; returns the message."""
     for part, source in zip(parts_of(message, k, v), (k, v)):
         if len(runs) > _FEW:
-            part.copy_(source[:, _index(runs, source.device)])
+            part.copy_(source[:, token_index(runs, source.device)])
             continue
         for (start, stop), place in zip(runs, _offsets(runs)):
             part[:, place : place + stop - start] = source[:, start:stop]
@@ -46,7 +48,7 @@ def add_to(k: Tensor, v: Tensor, message: Tensor, runs: Runs) -> None:
     """Adds a message to the runs' tokens. No token is in two runs."""
     for part, target in zip(parts_of(message, k, v), (k, v)):
         if len(runs) > _FEW:
-            target.index_add_(1, _index(runs, target.device), part)
+            target.index_add_(1, token_index(runs, target.device), part)
             continue
         for (start, stop), place in zip(runs, _offsets(runs)):
             target[:, start:stop] += part[:, place : place + stop - start]
@@ -59,11 +61,8 @@ def _offsets(runs: Runs) -> Sequence[int]:
     return offsets[:-1]
 
 
-@functools.lru_cache(maxsize=64)
-def _index(runs: Runs, device: torch.device) -> Tensor:
-    return token_index(runs).to(device)
-
-
-def token_index(runs: Runs) -> Tensor:
+@functools.lru_cache(maxsize=256)
+def token_index(runs: Runs, device: torch.device = CPU) -> Tensor:
     """int64: the tokens of the runs, end to end."""
-    return torch.cat([torch.arange(start, stop) for start, stop in runs]) if runs else torch.empty(0, dtype=torch.int64)
+    parts = [torch.empty(0, dtype=torch.int64), *(torch.arange(start, stop) for start, stop in runs)]
+    return torch.cat(parts).to(device)

@@ -6,6 +6,7 @@ behind the other, sequence after sequence. Under a causal mask this gives every 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,6 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.kernels.attention import Packing
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,9 @@ def sequences_of(packing: Packing | None, tokens: int, size: int, side: str) -> 
     return sequences
 
 
-def places(sequences: tuple[Sequence, ...], tokens: int, rank: int, size: int) -> Tensor:
-    """int32 `[tokens]` on the CPU: where each of a rank's tokens stands among all ranks' in the natural order; 0 for tokens
+@functools.lru_cache(maxsize=256)
+def places(sequences: tuple[Sequence, ...], tokens: int, rank: int, size: int, device: torch.device = CPU) -> Tensor:
+    """int32 `[tokens]`: where each of a rank's tokens stands among all ranks' in the natural order; 0 for tokens
     behind the last sequence."""
     result = torch.zeros(tokens, dtype=torch.int32)
     for sequence in sequences:
@@ -107,11 +111,12 @@ def places(sequences: tuple[Sequence, ...], tokens: int, rank: int, size: int) -
         for half, number in enumerate((rank, 2 * size - 1 - rank)):
             first = sequence.start + number * chunk
             result[own + half * chunk : own + (half + 1) * chunk] = torch.arange(first, first + chunk)
-    return result
+    return result.to(device)
 
 
-def gathered_order(sequences: tuple[Sequence, ...], tokens: int, size: int) -> Tensor:
-    """int64 `[tokens in sequences]` on the CPU: where each token stands among all ranks' tokens put end to end in rank order.
+@functools.lru_cache(maxsize=64)
+def gathered_order(sequences: tuple[Sequence, ...], tokens: int, size: int, device: torch.device = CPU) -> Tensor:
+    """int64 `[tokens in sequences]`: where each token stands among all ranks' tokens put end to end in rank order.
 
     `gathered[gathered_order(...)]` is in the natural order. Tokens behind the last sequence are left out.
     """
@@ -123,7 +128,7 @@ def gathered_order(sequences: tuple[Sequence, ...], tokens: int, size: int) -> T
             for half, number in enumerate((rank, 2 * size - 1 - rank)):
                 first = sequence.start + number * chunk
                 order[first : first + chunk] = torch.arange(own + half * chunk, own + (half + 1) * chunk)
-    return order
+    return order.to(device)
 
 
 _READ = WeakIdKeyDictionary()

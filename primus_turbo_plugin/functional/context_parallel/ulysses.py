@@ -152,18 +152,13 @@ class AllToAll:
         return rows[order].permute(1, 2, 0, 3).bool()
 
     def _order(self, x: Tensor, options: AttentionOptions) -> Tensor:
-        size, tokens = self.group.size(), x.shape[1]
-        sequences = sequences_of(options.mask.packing, tokens, size * self.rings, "q")
-        return _order_within(sequences, tokens, size, self.rings, x.device)
+        size, tokens, rings = self.group.size(), x.shape[1], self.rings
+        sequences = sequences_of(options.mask.packing, tokens, size * rings, "q")
+        # Of each sequence this group has a rings-th, laid out among its ranks as a shorter sequence would be.
+        own = tuple(Sequence(s.start // rings, s.room // rings, s.room // rings) for s in sequences)
+        return gathered_order(own, tokens, size, x.device)
 
 
 def _in_order(coming: Pending[Tensor], order: Tensor) -> Tensor:
     """[ranks, tokens, batch, heads, dim] -> [batch, all tokens, heads, dim] in the natural order."""
     return coming.wait().flatten(0, 1)[order].transpose(0, 1)
-
-
-@functools.lru_cache(maxsize=64)
-def _order_within(sequences: tuple[Sequence, ...], tokens: int, size: int, rings: int, device: torch.device) -> Tensor:
-    """`gathered_order` of the tokens of one group, of which `rings` share the sequences: each sequence is so much shorter."""
-    own = tuple(Sequence(s.start // rings, s.room // rings, s.room // rings) for s in sequences)
-    return gathered_order(own, tokens, size).to(device)
