@@ -1,12 +1,12 @@
 """c[M, N] = a[M, K] @ b[N, K].T on gfx950: direct-to-LDS copies, transpose loads, MFMA (Gluon kernel).
 
 Math      c = a @ b.T (+ bias) or c += a @ b.T, fp32 accumulation
-Layout    a work-group computes a 256 x BN tile with four waves, one a SIMD, each 128 x BN/2 of it in fp32 registers. Two stages in
-          LDS hold 128 bytes of the contraction of every row; operands contiguous along the contraction are read by ds_read_b128,
-          others transposed by ds_read_b64_tr_*
+Layout    a work-group computes a 256 x BN tile with four waves, one a SIMD, each 128 x BN/2 of it in fp32 registers. Two
+          stages in LDS hold 128 bytes of the contraction of every row; operands contiguous along the contraction are read by
+          ds_read_b128, others transposed by ds_read_b64_tr_*. MX scales go from memory to registers, two tiles ahead, four a load
 Pipeline  copies run two tiles ahead (buffer_load ... lds, no registers), operand registers one step ahead: while one step is
-          multiplied, the next is read. One barrier a tile: before it, the next tile has landed and the previous one is read; after
-          it, its LDS is filled again. The loop is unrolled by two tiles, so every LDS address is an immediate
+          multiplied, the next is read. One barrier a tile: before it, the next tile has landed and this one has been read; after
+          it this one's LDS is filled again. The loop is unrolled by two tiles, so every LDS address is an immediate
 Order     the compiler would gather all memory instructions in one place and starve the matrix unit. After each piece's MFMAs
           `_order` pins what follows: as a scheduling fence (an empty assembly statement said to change EXEC), or by an empty
           statement that reads the piece's first accumulator
@@ -23,50 +23,81 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
+from primus_turbo_plugin.kernels.gluon.gemm_gfx950_scales import load_scale, step_scale
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_tiles import (
-    PIECE,
     cell_type,
     depth_mask,
     is_half,
-    operand_layout,
     place,
     read_piece,
     result_layout,
     row_offsets,
+    tile_blocks,
     tile_cells,
     tile_layout,
 )
 
-
-@gluon.constexpr_function
-def _first_tile_constraints(P):
-    """Operands of `_order`: as many scalar results as accumulators read."""
-    count = 4 if P.MX else 16
-    return ",".join(["=s"] * count + ["v"] * count)
+_READ_SIXTEEN = gl.constexpr(",".join(["=s"] * 16 + ["v"] * 16))
+"""Operands of `_order`: a lane's accumulators of one 64 x 64 part, and as many scalar results that nobody uses."""
 
 
 @gluon.constexpr_function
 def snake(r, pieces):
-    """Column of the r-th piece: left to right in the upper row of pieces, back in the lower one."""
-    return r if r < pieces else 2 * pieces - 1 - r
+    """Column of the r-th piece: left to right in the first row of pieces, back in the second, and so on."""
+    return r % pieces if r // pieces % 2 == 0 else pieces - 1 - r % pieces
+
+
+@gluon.constexpr_function
+def copy_region(q, upper, pieces):
+    """After which piece the q-th copy starts: in the first half of a step, to have landed when it is waited for."""
+    return q * upper * pieces // (2 * (upper + pieces))
+
+
+@gluon.constexpr_function
+def read_region(q, upper, pieces, last):
+    """After which piece the q-th operand of the next step is read: evenly, or from the first third on where copies come first."""
+    first = upper * pieces // 3 if last else 0
+    return first + q * (upper * pieces - first) // (upper + pieces)
 
 
 @gluon.jit
 def _order(accumulator, P: gl.constexpr):
-    """Keeps memory instructions that follow behind the MFMAs that came before. No instruction comes of it."""
+    """Keeps memory instructions that follow behind MFMAs that came before. No instruction comes of it."""
     if P.ORDER == "fence":
         gl.inline_asm_elementwise("", "=s,~{exec}", [], dtype=gl.int32, is_pure=False, pack=1)
     else:
-        first = gl.amd.slice(accumulator, [64, 64], [0, 0])
-        gl.inline_asm_elementwise("", _first_tile_constraints(P), [first], dtype=gl.float32, is_pure=False, pack=16)
+        part = gl.amd.slice(accumulator, [64, 64], [0, 0])
+        gl.inline_asm_elementwise("", _READ_SIXTEEN, [part], dtype=gl.float32, is_pure=False, pack=16)
 
 
 @gluon.jit
-def _multiply(a, b, accumulator, P: gl.constexpr):
+def _multiply(a, a_scale, b, b_scale, accumulator, P: gl.constexpr):
     if is_half(P):
-        return cdna4.mfma(a, b, accumulator)
+        total = cdna4.mfma(a, b, accumulator)
     else:
-        return cdna4.mfma_scaled(a, None, P.A, b, None, P.B, accumulator)
+        total = cdna4.mfma_scaled(a, a_scale if P.MX else None, P.A, b, b_scale if P.MX else None, P.B, accumulator)
+    return total
+
+
+@gluon.jit
+def _scale_of(scales, which: gl.constexpr, index: gl.constexpr, t: gl.constexpr, step: gl.constexpr, P: gl.constexpr):
+    """A piece's MX scales in this step, or 0."""
+    value = 0
+    if P.MX:
+        value = step_scale(scales[which], index, t, step, P)
+    return value
+
+
+@gluon.jit
+def _load_scales(a_scale, b_scale, m, n, rows_left, columns_left, stride_sa, stride_sb, block, blocks, P: gl.constexpr):
+    """Starts loading a tile's scales: of a's pieces, then of b's. Nothing without MX."""
+    scales = ()
+    if P.MX:
+        for i in gl.static_range(P.BM // P.HM):
+            scales += (load_scale(0, i, a_scale, m, rows_left, stride_sa, block, blocks, P),)
+        for j in gl.static_range(P.BN // P.HN):
+            scales += (load_scale(1, j, b_scale, n, columns_left, stride_sb, block, blocks, P),)
+    return scales
 
 
 @gluon.jit
@@ -84,7 +115,7 @@ def _copy(tile, corner, offsets, index: gl.constexpr, left, MASKED: gl.constexpr
 @gluon.jit
 def _copy_tile(a_tiles, b_tiles, stage: gl.constexpr, a, b, a_offsets, b_offsets, left, P: gl.constexpr):
     """A whole tile, at the start."""
-    for i in gl.static_range(P.BM // PIECE):
+    for i in gl.static_range(P.BM // P.HM):
         _copy(a_tiles[i].index(stage), a, a_offsets[i], 0, left, not P.EVEN_K, P)
     for j in gl.static_range(P.BN // P.HN):
         _copy(b_tiles[j].index(stage), b, b_offsets[j], 1, left, not P.EVEN_K, P)
@@ -94,14 +125,15 @@ def _copy_tile(a_tiles, b_tiles, stage: gl.constexpr, a, b, a_offsets, b_offsets
 @gluon.jit
 def _step(
     a_tiles, b_tiles, a, b, a_offsets, b_offsets, left, a_now, b_now, sums,
+    a_scale, b_scale, m, n, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales,
     t: gl.constexpr, step: gl.constexpr, COPY: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """Multiplies one step of tile t (even or odd). After each piece: a part of the copies, one operand of the next step.
 
     Returns:
-        Operands of the next step (none at the end) and the accumulators.
+        Operands of the next step (none at the end), the accumulators and, in the last step, scales of the tile two ahead.
     """
-    upper: gl.constexpr = P.BM // PIECE
+    upper: gl.constexpr = P.BM // P.HM
     pieces: gl.constexpr = P.BN // P.HN
     last: gl.constexpr = step == P.STEPS - 1
     at_end: gl.constexpr = COPY == "none" and t == 1 and last
@@ -117,32 +149,52 @@ def _step(
     a_next = ()
     b_next = ()
     added = ()
+    a_scales = ()
+    b_scales = ()
+    ahead = ()
+    for i in gl.static_range(upper):
+        a_scales += (_scale_of(scales, i, 0, t, step, P),)
+    for j in gl.static_range(pieces):
+        b_scales += (_scale_of(scales, upper + j, 1, t, step, P),)
     for r in gl.static_range(upper * pieces):
-        piece = _multiply(a_now[r // pieces], b_now[snake(r, pieces)], sums[r], P)
+        piece = _multiply(
+            a_now[r // pieces],
+            a_scales[r // pieces],
+            b_now[snake(r, pieces)],
+            b_scales[snake(r, pieces)],
+            sums[r],
+            P,
+        )
         added += (piece,)
         _order(piece, P)
+        if r == 0 and copies:
+            ahead = _load_scales(
+                a_scale, b_scale, m, n, rows_left, columns_left, stride_sa, stride_sb, block, blocks, P
+            )
         for q in gl.static_range(upper + pieces):
-            if q * upper * pieces // (upper + pieces) == r:
-                if copies:
-                    if q < upper:
-                        _copy(a_tiles[q].index(t), a, a_offsets[q], 0, left, COPY == "masked", P)
-                    else:
-                        _copy(b_tiles[q - upper].index(t), b, b_offsets[q - upper], 1, left, COPY == "masked", P)
-                if not at_end:  # in the order in which they will be used: a's first piece, those of b, a's second
-                    if q == 0:
-                        a_next += (read_piece(0, a_tiles[0].index(stage), following, P),)
-                    elif q <= pieces:
-                        b_next += (read_piece(1, b_tiles[q - 1].index(stage), following, P),)
-                    else:
-                        a_next += (read_piece(0, a_tiles[1].index(stage), following, P),)
+            if copies and copy_region(q, upper, pieces) == r:
+                if q < upper:
+                    _copy(a_tiles[q].index(t), a, a_offsets[q], 0, left, COPY == "masked", P)
+                else:
+                    _copy(b_tiles[q - upper].index(t), b, b_offsets[q - upper], 1, left, COPY == "masked", P)
+            if not at_end and read_region(q, upper, pieces, last) == r:
+                # in the order in which they will be used: a's first piece, those of b, a's others
+                if q == 0:
+                    a_next += (read_piece(0, a_tiles[0].index(stage), following, P),)
+                elif q <= pieces:
+                    b_next += (read_piece(1, b_tiles[q - 1].index(stage), following, P),)
+                else:
+                    a_next += (read_piece(0, a_tiles[q - pieces].index(stage), following, P),)
     if copies:
         cdna4.async_copy.commit_group()
-    return a_next, b_next, added
+    return a_next, b_next, added, ahead
 
 
 @gluon.jit
 def _two_tiles(
-    a_tiles, b_tiles, a, b, a_offsets, b_offsets, a_step, b_step, left, a_now, b_now, sums, COPY: gl.constexpr, P: gl.constexpr
+    a_tiles, b_tiles, a, b, a_offsets, b_offsets, a_step, b_step, left, a_now, b_now, sums,
+    a_scale, b_scale, m, n, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales, scales_next,
+    COPY: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """Multiplies two tiles and meanwhile copies the two after them (COPY: `all`, `masked` or `none`).
 
@@ -151,17 +203,24 @@ def _two_tiles(
         left: Cells of the contraction from there on.
         a_now, b_now: Operands of the first step.
         sums: Accumulators of the pieces.
+        block: First MX block of the tile two ahead.
+        scales, scales_next: Of this tile and the next.
     """
     for t in gl.static_range(2):
         for step in gl.static_range(P.STEPS):
-            a_now, b_now, sums = _step(
-                a_tiles, b_tiles, a, b, a_offsets, b_offsets, left, a_now, b_now, sums, t, step, COPY, P
-            )
+            a_now, b_now, sums, ahead = _step(
+                a_tiles, b_tiles, a, b, a_offsets, b_offsets, left, a_now, b_now, sums,
+                a_scale, b_scale, m, n, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales,
+                t, step, COPY, P,
+            )  # fmt: skip
+        scales = scales_next
         if COPY != "none":
+            scales_next = ahead
+            block += tile_blocks(P)
             a += a_step
             b += b_step
             left -= tile_cells(P)
-    return a, b, left, a_now, b_now, sums
+    return a, b, left, a_now, b_now, sums, block, scales, scales_next
 
 
 @gluon.jit
@@ -173,7 +232,7 @@ def _store(c, piece, row0: gl.constexpr, column0: gl.constexpr, rows_left, colum
     across: gl.constexpr = min(P.HN // vector, 64)
     layout: gl.constexpr = gl.BlockedLayout([1, vector], [64 // across, across], [4, 1], [1, 0])
     value = gl.convert_layout(piece, layout)
-    row = row0 + gl.arange(0, PIECE, gl.SliceLayout(1, layout))
+    row = row0 + gl.arange(0, P.HM, gl.SliceLayout(1, layout))
     column = column0 + gl.arange(0, P.HN, gl.SliceLayout(0, layout))
     row_inside, column_inside = row < rows_left, column < columns_left
     if P.ROW_SCALE:
@@ -198,8 +257,9 @@ def gemm_gfx950_kernel(
     """One tile of c.
 
     Args:
-        a_ptr: `[M, K]` in cells (elements of 16 bits, or bytes), contiguous along K (`P.A_K`) or M; `stride_a` is the other stride.
-        a_scale: fp32 row scales (`P.ROW_SCALE`, `stride_sa` apart), MX scales in the gfx950 layout (rows `stride_sa` apart), or None.
+        a_ptr: `[M, K]` in cells (elements of 16 bits, or bytes), contiguous along K (`P.A_K`) or M; `stride_a`: the other stride.
+        a_scale: fp32 row scales (`P.ROW_SCALE`), `stride_sa` apart; MX scales, rows `stride_sa` apart, in the gfx950 layout
+            (`P.A_SHUFFLED`) or plain; or None.
         b_ptr, b_scale: `[N, K]`, likewise; of group g at `g * stride_bg` and `g * stride_sbg`.
         bias_ptr: `[N]`, a group's at `g * N`, or None.
         c_ptr: `[M, N]`, `stride_c` apart; of group g at `g * stride_cg`.
@@ -216,22 +276,25 @@ def gemm_gfx950_kernel(
         return
 
     # Corners of the first tile, and how far apart tiles are along the contraction.
+    start64 = gl.to_tensor(start).to(gl.int64)
+    weight = gl.to_tensor(group).to(gl.int64) * stride_bg
     if P.A_K:
-        a = a_ptr + (first + m).to(gl.int64) * stride_a + start
+        a = a_ptr + ((first + m).to(gl.int64) * stride_a + start)
         a_step = cells
     else:
-        a = a_ptr + start * stride_a.to(gl.int64) + m
+        a = a_ptr + (start64 * stride_a + m)
         a_step = cells * stride_a
     if P.B_K:
-        b = b_ptr + group * stride_bg.to(gl.int64) + n.to(gl.int64) * stride_b + start
+        b = b_ptr + (weight + n.to(gl.int64) * stride_b + start)
         b_step = cells
     else:
-        b = b_ptr + group * stride_bg.to(gl.int64) + start * stride_b.to(gl.int64) + n
+        b = b_ptr + (weight + start64 * stride_b + n)
         b_step = cells * stride_b
+    a, b = gl.multiple_of(a, 16), gl.multiple_of(b, 16)  # bytes: the launcher sees to it
     a_tiles = ()
     a_offsets = ()
-    for i in gl.static_range(P.BM // PIECE):
-        a_tiles += (gl.allocate_shared_memory(cell_type(P), [2, PIECE, cells], tile_layout(0, P)),)
+    for i in gl.static_range(P.BM // P.HM):
+        a_tiles += (gl.allocate_shared_memory(cell_type(P), [2, P.HM, cells], tile_layout(0, P)),)
         a_offsets += (row_offsets(0, i, rows_left, stride_a, P),)
     b_tiles = ()
     b_offsets = ()
@@ -240,9 +303,22 @@ def gemm_gfx950_kernel(
         b_offsets += (row_offsets(1, j, columns_left, stride_b, P),)
 
     # Fill the pipeline.
+    m_scale, n_scale = first + m, n
+    if P.MX:
+        b_scale += gl.to_tensor(group).to(gl.int64) * stride_sbg
+    block = start // (cells // tile_blocks(P))
+    blocks = (start + depth) // (cells // tile_blocks(P))
+    scales = _load_scales(
+        a_scale, b_scale, m_scale, n_scale, rows_left, columns_left, stride_sa, stride_sb, block, blocks, P
+    )
+    block += tile_blocks(P)
+    scales_next = _load_scales(
+        a_scale, b_scale, m_scale, n_scale, rows_left, columns_left, stride_sa, stride_sb, block, blocks, P
+    )
+    block += tile_blocks(P)
     sums = ()
-    for r in gl.static_range(P.BM // PIECE * pieces):
-        sums += (gl.zeros([PIECE, P.HN], gl.float32, result_layout(P)),)
+    for _ in gl.static_range(P.BM // P.HM * pieces):
+        sums += (gl.zeros([P.HM, P.HN], gl.float32, result_layout(P)),)
     left = depth
     for t in gl.static_range(2):
         _copy_tile(a_tiles, b_tiles, t, a, b, a_offsets, b_offsets, left, P)
@@ -254,32 +330,38 @@ def gemm_gfx950_kernel(
     gl.barrier()
     a_now = ()
     b_now = ()
-    for i in gl.static_range(P.BM // PIECE):
+    for i in gl.static_range(P.BM // P.HM):
         a_now += (read_piece(0, a_tiles[i].index(0), 0, P),)
     for j in gl.static_range(pieces):
         b_now += (read_piece(1, b_tiles[j].index(0), 0, P),)
 
     # Multiply: whole pairs of tiles, the pair whose copies reach past the contraction, the last pair.
     for _ in range(depth // (2 * cells) - 1):
-        a, b, left, a_now, b_now, sums = _two_tiles(
-            a_tiles, b_tiles, a, b, a_offsets, b_offsets, a_step, b_step, left, a_now, b_now, sums, "all", P
-        )
+        a, b, left, a_now, b_now, sums, block, scales, scales_next = _two_tiles(
+            a_tiles, b_tiles, a, b, a_offsets, b_offsets, a_step, b_step, left, a_now, b_now, sums,
+            a_scale, b_scale, m_scale, n_scale, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales, scales_next,
+            "all", P,
+        )  # fmt: skip
     if not P.EVEN_K:
         if depth > 2 * cells and depth % (2 * cells) != 0:
-            a, b, left, a_now, b_now, sums = _two_tiles(
-                a_tiles, b_tiles, a, b, a_offsets, b_offsets, a_step, b_step, left, a_now, b_now, sums, "masked", P
-            )
-    a, b, left, a_now, b_now, sums = _two_tiles(
-        a_tiles, b_tiles, a, b, a_offsets, b_offsets, a_step, b_step, left, a_now, b_now, sums, "none", P
-    )
+            a, b, left, a_now, b_now, sums, block, scales, scales_next = _two_tiles(
+                a_tiles, b_tiles, a, b, a_offsets, b_offsets, a_step, b_step, left, a_now, b_now, sums,
+                a_scale, b_scale, m_scale, n_scale, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales,
+                scales_next, "masked", P,
+            )  # fmt: skip
+    a, b, left, a_now, b_now, sums, block, scales, scales_next = _two_tiles(
+        a_tiles, b_tiles, a, b, a_offsets, b_offsets, a_step, b_step, left, a_now, b_now, sums,
+        a_scale, b_scale, m_scale, n_scale, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales, scales_next,
+        "none", P,
+    )  # fmt: skip
 
     # Store.
-    c = c_ptr + group * stride_cg.to(gl.int64) + (first + m).to(gl.int64) * stride_c + n
+    c = c_ptr + gl.to_tensor(group).to(gl.int64) * stride_cg + (first + m).to(gl.int64) * stride_c + n
     if bias_ptr is not None:
         bias_ptr += group * N + n
     if P.ROW_SCALE:
         a_scale += (first + m) * stride_sa
         b_scale += group * stride_sbg + n * stride_sb
-    for r in gl.static_range(P.BM // PIECE * pieces):
-        _store(c, sums[r], (r // pieces) * PIECE, snake(r, pieces) * P.HN, rows_left, columns_left,
+    for r in gl.static_range(P.BM // P.HM * pieces):
+        _store(c, sums[r], (r // pieces) * P.HM, snake(r, pieces) * P.HN, rows_left, columns_left,
                stride_c, bias_ptr, a_scale, b_scale, stride_sa, stride_sb, P)  # fmt: skip

@@ -6,24 +6,78 @@ from typing import NamedTuple
 
 CUS = 256
 """Compute units of an MI355X."""
-LDS_BYTES = 160 * 1024
-ROW_BYTES = 128
-"""Bytes of the contraction that a tile holds of each row: a cache line."""
 
-ELEMENT_BYTES = {"bf16": 2.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0, "e2m1": 0.5}
+HALVES = ("bf16", "fp16")
+ELEMENT_BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4}
+
+
+class Tile(NamedTuple):
+    """Part of c that a work-group computes, and how.
+
+    Attributes:
+        BM, BN: Rows and columns of the tile.
+        HM, HN: Rows and columns of the pieces in which it is copied, read and multiplied.
+        STEPS: Steps in which the tile's contraction is multiplied; operands of the next step are read meanwhile.
+        ORDER: What keeps the compiler from gathering memory instructions: `fence` or `accumulator`, see the kernel.
+        share: Of the peak rate, to compare tiles with: the static estimate of the loop.
+    """
+
+    BM: int
+    BN: int
+    HM: int
+    HN: int
+    STEPS: int
+    ORDER: str
+    share: float
+
+
+_PLAIN_TILES = (
+    Tile(256, 192, 64, 64, 2, "fence", 0.97),
+    Tile(256, 128, 64, 64, 2, "fence", 0.93),
+    Tile(128, 128, 64, 64, 2, "fence", 0.85),
+)
+_EIGHT_BIT_TILES = (
+    Tile(256, 192, 64, 64, 1, "fence", 0.95),
+    Tile(256, 128, 64, 64, 1, "fence", 0.90),
+    Tile(128, 128, 64, 64, 1, "fence", 0.80),
+)
+_FP4_TILES = (
+    Tile(256, 192, 64, 64, 1, "fence", 0.88),
+    Tile(256, 128, 64, 64, 1, "fence", 0.75),
+    Tile(128, 128, 64, 64, 1, "fence", 0.65),
+)
+
+
+def tiles_for(element: str) -> tuple[Tile, ...]:
+    """Tiles for operands of an element type, largest first.
+
+    256 x 256 is not among them: its accumulators alone fill the 256 vector registers in which Triton 3.8's and 3.9's LLVM keeps
+    the results of MFMA, and addresses are then moved or spilled in the loop (docs/amd.md).
+    """
+    if element in HALVES:
+        return _PLAIN_TILES
+    return _FP4_TILES if element == "e2m1" else _EIGHT_BIT_TILES
+
+
+def choose_tile(element: str, rows: int, cols: int, groups: int = 1, cus: int = CUS) -> Tile:
+    """The tile with which c `[groups, rows, cols]` takes least time: rounds x area of a tile / share of the peak."""
+
+    def cost(tile: Tile) -> float:
+        count = -(-rows // tile.BM) * -(-cols // tile.BN) * groups
+        return -(-count // cus) * tile.BM * tile.BN / tile.share
+
+    return min(tiles_for(element), key=cost)
 
 
 class GemmPlan(NamedTuple):
     """Compile-time arguments of `gemm_gfx950_kernel`.
 
     Attributes:
-        A, B: Elements of the operands, names of `ELEMENT_BYTES`.
+        A, B: Elements of the operands, names of `ELEMENT_BITS`, of the same width.
         A_K, B_K: The operand is contiguous along the contraction (else along its rows, read by transpose loads).
-        BM, BN: Rows and columns of a tile; rows come in pieces of 128.
-        HN: Columns of a piece of it; BN / HN pieces.
-        STEPS: Steps in which the contraction of a tile is multiplied; operands of the next step are read meanwhile.
-        ORDER: What keeps the compiler from gathering memory instructions: `fence` or `accumulator`, see the kernel.
-        MX: Scales of 32 elements in the gfx950 layout of `precision.scale_layout`.
+        BM, BN, HM, HN, STEPS, ORDER: See `Tile`.
+        MX: Scales of 32 elements.
+        A_SHUFFLED, B_SHUFFLED: They lie in the gfx950 layout of `precision.scale_layout`, else plain.
         ROW_SCALE: fp32 scales that cover whole rows, applied at the end.
         ACCUMULATE: Add to c instead of replacing it.
         GROUPED: `none`, `rows` (experts are stretches of a's rows) or `depth` (of the contraction).
@@ -39,10 +93,13 @@ class GemmPlan(NamedTuple):
     B_K: bool = True
     BM: int = 256
     BN: int = 192
+    HM: int = 64
     HN: int = 64
-    STEPS: int = 4
+    STEPS: int = 2
     ORDER: str = "fence"
     MX: bool = False
+    A_SHUFFLED: bool = False
+    B_SHUFFLED: bool = False
     ROW_SCALE: bool = False
     ACCUMULATE: bool = False
     GROUPED: str = "none"
@@ -50,8 +107,3 @@ class GemmPlan(NamedTuple):
     EVEN_K: bool = False
     ASYNC_COPY: bool = True
     TRANSPOSE_LOAD: bool = True
-
-    @property
-    def depth(self) -> int:
-        """Elements of the contraction in a tile."""
-        return int(ROW_BYTES / ELEMENT_BYTES[self.A])

@@ -7,8 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
 NUM_WARPS = 4
-PIECE = gl.constexpr(128)
-"""Rows of a piece of a tile; a tile has one or two."""
 XCDS = gl.constexpr(8)
 """Dies of an MI355X, each with an L2 cache of its own; work-groups are dealt to them in turn."""
 GROUP = gl.constexpr(4)
@@ -31,6 +29,12 @@ def cell_type(P):
 def tile_cells(P):
     """Cells of the contraction in a tile: 128 bytes of each row."""
     return 64 if is_half(P) else 128
+
+
+@gluon.constexpr_function
+def tile_blocks(P):
+    """MX blocks of 32 elements of the contraction in a tile."""
+    return 8 if P.A == "e2m1" else 4
 
 
 @gluon.constexpr_function
@@ -61,12 +65,12 @@ def operand_layout(index, P):
 
 @gluon.constexpr_function
 def tile_layout(index, P):
-    """LDS layout of a piece: `[PIECE, cells]` of a, `[cells, HN]` of b, without bank conflicts.
+    """LDS layout of a piece: `[HM, cells]` of a, `[cells, HN]` of b, without bank conflicts.
 
     Triton interleaves the rows that one transfer of a wave writes, so that what an operand load reads at once lies in different
     banks, and pads between transfers.
     """
-    shape = [PIECE.value, tile_cells(P)] if index == 0 else [tile_cells(P), P.HN]
+    shape = [P.HM, tile_cells(P)] if index == 0 else [tile_cells(P), P.HN]
     k_inner = P.A_K if index == 0 else P.B_K
     return cdna4.compute_efficient_padded_shared_layout(operand_layout(index, P), shape, cell_type(P), k_inner)
 
@@ -100,7 +104,7 @@ def row_offsets(index: gl.constexpr, piece: gl.constexpr, left, stride, P: gl.co
     """Offsets (32 bits) of a piece's cells from the tile's corner. Rows past `left` repeat the last: they are not stored."""
     layout: gl.constexpr = copy_layout(index, P)
     vector: gl.constexpr = vector_cells(P)
-    rows: gl.constexpr = PIECE if index == 0 else P.HN
+    rows: gl.constexpr = P.HM if index == 0 else P.HN
     k_inner: gl.constexpr = P.A_K if index == 0 else P.B_K
     row = piece * rows + gl.arange(0, rows, gl.SliceLayout(1 - index, layout))
     k = gl.arange(0, tile_cells(P), gl.SliceLayout(index, layout))
@@ -111,10 +115,8 @@ def row_offsets(index: gl.constexpr, piece: gl.constexpr, left, stride, P: gl.co
         start = gl.minimum(row // vector, left // vector - 1) * vector
         offset = gl.expand_dims(k, index) * stride + gl.expand_dims(start + row % vector, 1 - index)
     contiguous: gl.constexpr = index if not k_inner else 1 - index
-    if contiguous == 0:
-        return gl.max_contiguous(gl.multiple_of(offset, [vector, 1]), [vector, 1])
-    else:
-        return gl.max_contiguous(gl.multiple_of(offset, [1, vector]), [1, vector])
+    run: gl.constexpr = [vector, 1] if contiguous == 0 else [1, vector]
+    return gl.max_contiguous(gl.multiple_of(offset, run), run)
 
 
 @gluon.jit
@@ -123,7 +125,7 @@ def depth_mask(index: gl.constexpr, left, P: gl.constexpr):
     layout: gl.constexpr = copy_layout(index, P)
     vector: gl.constexpr = vector_cells(P)
     k_inner: gl.constexpr = P.A_K if index == 0 else P.B_K
-    rows: gl.constexpr = PIECE if index == 0 else P.HN
+    rows: gl.constexpr = P.HM if index == 0 else P.HN
     k = gl.arange(0, tile_cells(P), gl.SliceLayout(index, layout))
     if k_inner:  # by vectors, so that the compiler sees that a transfer is whole
         inside = k // vector < gl.cdiv(left, vector)
@@ -140,13 +142,13 @@ def read_piece(index: gl.constexpr, tile, step: gl.constexpr, P: gl.constexpr):
     cells: gl.constexpr = tile_cells(P) // P.STEPS
     k_inner: gl.constexpr = P.A_K if index == 0 else P.B_K
     part = tile.slice(step * cells, cells, dim=1 - index)
-    if k_inner or P.TRANSPOSE_LOAD:
-        if P.ASYNC_COPY:
-            return cdna4.async_copy.load_shared_relaxed(part, layout)
-        else:
-            return part.load(layout)
+    if not (k_inner or P.TRANSPOSE_LOAD):
+        value = gl.convert_layout(part.load(turned_layout(index, P)), layout)
+    elif P.ASYNC_COPY:  # ordered by the wait and the barrier before; the compiler need not order it again
+        value = cdna4.async_copy.load_shared_relaxed(part, layout)
     else:
-        return gl.convert_layout(part.load(turned_layout(index, P)), layout)
+        value = part.load(layout)
+    return value
 
 
 @gluon.jit
@@ -172,6 +174,7 @@ def place(offsets_ptr, tiles_ptr, M, N, K, P: gl.constexpr):
     """
     pid = gl.program_id(0)
     tiles_n = gl.cdiv(N, P.BN)
+    group, first, rows, start, depth = 0, 0, M, 0, K
     if P.GROUPED == "rows":
         tiles_m = gl.load(tiles_ptr + P.GROUPS)
         beyond = pid >= tiles_m * tiles_n
@@ -179,13 +182,13 @@ def place(offsets_ptr, tiles_ptr, M, N, K, P: gl.constexpr):
         group = gl.minimum(gl.load(tiles_ptr + P.GROUPS + 1 + i), P.GROUPS - 1)
         first = gl.load(offsets_ptr + group).to(gl.int32)
         rows = gl.where(beyond, 0, gl.load(offsets_ptr + group + 1).to(gl.int32) - first)
-        return group, first, rows, 0, K, (i - gl.load(tiles_ptr + group)) * P.BM, j * P.BN
+        i -= gl.load(tiles_ptr + group)
     elif P.GROUPED == "depth":
         per_group = gl.cdiv(M, P.BM) * tiles_n
         group = pid // per_group
         i, j = walk(pid % per_group, gl.cdiv(M, P.BM), tiles_n)
         start = gl.load(offsets_ptr + group).to(gl.int32)
-        return group, 0, M, start, gl.load(offsets_ptr + group + 1).to(gl.int32) - start, i * P.BM, j * P.BN
+        depth = gl.load(offsets_ptr + group + 1).to(gl.int32) - start
     else:
         i, j = walk(pid, gl.cdiv(M, P.BM), tiles_n)
-        return 0, 0, M, 0, K, i * P.BM, j * P.BN
+    return group, first, rows, start, depth, i * P.BM, j * P.BN

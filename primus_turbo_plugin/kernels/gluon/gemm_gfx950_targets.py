@@ -1,0 +1,223 @@
+"""The gfx950 GEMMs as targets of `primus-turbo isa` and `primus-turbo emulate`, with their gates and an independent reference.
+
+Sizes are the smallest that still have tails in every dimension, several tiles, and three or more rounds of the pipeline.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from primus_turbo_plugin.amdgcn.report.gate import IsaGate
+from primus_turbo_plugin.amdgcn.targets import KernelTarget
+from primus_turbo_plugin.kernels.gluon.gemm_gfx950 import OPTIONS, Ablation, depth_call, gemm_call, grouped_call
+from primus_turbo_plugin.kernels.gluon.gemm_gfx950_plan import Tile, tiles_for
+from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_targets import plain, quantized, values
+from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
+from primus_turbo_plugin.precision.quant_spec import QuantSpec
+
+BF16_STEP = 2.0**-7
+"""Results are rounded to bfloat16; a sum in another order may round to the neighbour."""
+FP32_STEP = 2.0**-18
+"""fp32 sums of a few hundred products in another order, relative to the largest result."""
+GROUP_SIZES = (100, 0, 37, 130, 1)
+MX_GROUP_SIZES = (96, 0, 32, 544)
+
+Case = Callable[[np.random.Generator], tuple[KernelCall, Any]]
+"""Makes a call and the right output."""
+Make = Callable[[np.random.Generator, int, int], Any]
+"""Makes an operand `[rows, depth]`."""
+
+
+FULL = Ablation()
+
+
+def gate(*required: str, floor: float | None = None, bound: str | None = "mma") -> IsaGate:
+    """Tiles by direct copies, nothing narrow, no spills; the matrix unit is the limit (not of small tiles)."""
+    return IsaGate(
+        required=("buffer_load_dwordx4 lds", *required),
+        forbidden=("ds_write.*", "buffer_load_dwordx[24]", "scratch_.*"),
+        forbidden_anywhere=("ds_read_u16.*", "ds_read_u8.*", "scratch_.*"),
+        bound_by=bound,
+        min_mca_share=floor,
+    )
+
+
+def dense(
+    a: Make,
+    b: Make,
+    sizes: tuple[int, int, int],
+    tile: Tile,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: bool = False,
+    accumulate: bool = False,
+    ablation: Ablation = FULL,
+) -> Case:
+    """y = a @ b.T of random operands."""
+    rows, cols, depth = sizes
+
+    def make(rng: np.random.Generator) -> tuple[KernelCall, Any]:
+        left, right = a(rng, rows, depth), b(rng, cols, depth)
+        y = torch.full((rows, cols), float("nan"), dtype=out_dtype)
+        want = values(left) @ values(right).T
+        added = torch.from_numpy(rng.standard_normal(cols, np.float32)).bfloat16() if bias else None
+        if added is not None:
+            want = want + values(added)
+        if accumulate:
+            y = torch.from_numpy(rng.standard_normal((rows, cols), np.float32)) * 10
+            want = want + values(y)
+        return gemm_call(left, right, y, bias=added, accumulate=accumulate, cus=1, tile=tile, ablation=ablation), want
+
+    return make
+
+
+def by_rows(spec: QuantSpec | None, b_k: bool, tile: Tile, depth: int, wide: torch.dtype = torch.int32) -> Case:
+    """Experts: fprop (b contiguous along K) and dgrad (along N), with a bias, empty and tiny groups."""
+
+    def make(rng: np.random.Generator) -> tuple[KernelCall, Any]:
+        groups, cols = len(GROUP_SIZES), 160
+        offsets = np.cumsum((0, *GROUP_SIZES))
+        total = int(offsets[-1])
+        if spec is None:
+            left = plain(rng, total, depth, True)
+            right: Any = torch.stack([plain(rng, cols, depth, b_k) for _ in range(groups)])
+            if not b_k:
+                right = right.transpose(1, 2).contiguous().transpose(1, 2)
+            weights = values(right)
+        else:
+            left, right = quantized(rng, total, depth, spec), quantized(rng, groups * cols, depth, spec)
+            weights = values(right).reshape(groups, cols, -1)
+        bias = torch.from_numpy(rng.standard_normal((groups, cols), np.float32))
+        x = values(left)
+        want = np.concatenate(
+            [
+                x[s:e] @ weights[g].T + np.asarray(bias[g].double())
+                for g, (s, e) in enumerate(itertools.pairwise(offsets))
+            ]
+        )
+        y = torch.full((total, cols), float("nan"), dtype=torch.bfloat16)
+        return grouped_call(left, right, torch.from_numpy(offsets).to(wide), y, bias=bias, cus=1, tile=tile), want
+
+    return make
+
+
+def by_depth(spec: QuantSpec | None, sizes: tuple[int, ...], tile: Tile, accumulate: bool) -> Case:
+    """Experts: wgrad, into fp32 gradients that are there already or not, with empty and tiny groups."""
+
+    def make(rng: np.random.Generator) -> tuple[KernelCall, Any]:
+        rows, cols = 136, 72
+        offsets = np.cumsum((0, *sizes), dtype=np.int32)
+        total = int(offsets[-1])
+        left, right = (
+            plain(rng, outer, total, False) if spec is None else quantized(rng, outer, total, spec)
+            for outer in (rows, cols)
+        )
+        x, y = values(left), values(right)
+        out = torch.from_numpy(rng.standard_normal((len(sizes), rows, cols), np.float32))
+        want = np.stack([x[:, s:e] @ y[:, s:e].T for s, e in itertools.pairwise(offsets)])
+        if accumulate:
+            want = want + values(out)
+        else:
+            out.fill_(float("nan"))
+        return depth_call(left, right, torch.from_numpy(offsets), out, accumulate=accumulate, cus=1, tile=tile), want
+
+    return make
+
+
+def target(name: str, case: Case, isa_gate: IsaGate | None, tolerance: float = BF16_STEP) -> KernelTarget:
+    """A target of a case. The right output travels with the arguments and is taken out again before the launch."""
+    call, _ = case(np.random.default_rng(0))
+    wanted: dict[int, Any] = {}
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        made, want = case(rng)
+        wanted[0] = want
+        return dict(made.args)
+
+    return KernelTarget(
+        name=name,
+        kernel=call.kernel,
+        archs=("gfx950",),
+        inputs=inputs,
+        grid=call.grid,
+        constants=call.constants,
+        options=OPTIONS,
+        expected=lambda args: {"c_ptr": wanted[0]},
+        tolerance=tolerance,
+        gate=isa_gate,
+    )
+
+
+def _operand(spec: QuantSpec | None, k_inner: bool = True, dtype: torch.dtype = torch.bfloat16) -> Make:
+    if spec is None:
+        return lambda rng, rows, depth: plain(rng, rows, depth, k_inner, dtype)
+    return lambda rng, rows, depth: quantized(rng, rows, depth, spec)
+
+
+def _eight(element: str, **fields: Any) -> QuantSpec:
+    return QuantSpec(format="mxfp8", element=element, **fields)
+
+
+def isa_targets() -> list[KernelTarget]:
+    large, middle, small = tiles_for("bf16")
+    fp4_large, _, fp4_small = tiles_for("e2m1")
+    eight, _, eight_small = tiles_for("e4m3")
+    row, whole = QuantSpec(format="fp8", block="rowwise"), QuantSpec(format="fp8", element="e5m2", block="tensorwise")
+    k, rows, half = _operand(None), _operand(None, k_inner=False), _operand(None, dtype=torch.float16)
+    fp4, fp4_square = QuantSpec(format="mxfp4"), QuantSpec(format="mxfp4", block="32x32")
+    plain_mfma, scaled = "v_mfma_f32_32x32x16_bf16", "v_mfma_scale_f32_16x16x128_f8f6f4"
+    turned = ("ds_read_b64_tr_b16", plain_mfma)
+    bytewise = gate(scaled, bound=None)  # plain scales: experts' rows start anywhere
+    into: dict[str, Any] = {"out_dtype": torch.float32, "accumulate": True}
+    little: dict[str, Any] = {"bound": None}
+    return [
+        target("gfx950_bf16_nt", dense(k, k, (264, 200, 328), large, bias=True), gate("ds_read_b128", plain_mfma, floor=0.95)),
+        target("gfx950_bf16_nn", dense(k, rows, (264, 200, 328), large), gate(*turned, floor=0.95)),
+        target("gfx950_bf16_tn", dense(rows, rows, (264, 200, 328), large, **into), gate(*turned, floor=0.95), FP32_STEP),
+        target("gfx950_bf16_nt_even", dense(k, k, (256, 192, 384), large), gate(plain_mfma, floor=0.95)),
+        target(
+            "gfx950_fp16_nt", dense(half, half, (264, 136, 328), middle, out_dtype=torch.float16), gate(floor=0.92, **little),
+            2.0**-10,
+        ),
+        target("gfx950_bf16_nt_small", dense(k, k, (136, 136, 328), small), gate(plain_mfma, **little)),
+        target("gfx950_fp8", dense(_operand(row), _operand(whole), (264, 200, 656), eight), gate("v_mfma.*32x32x64.*")),
+        target("gfx950_mxfp8", dense(_operand(_eight("e4m3")), _operand(_eight("e5m2")), (264, 200, 672), eight), gate(scaled)),
+        target("gfx950_mxfp4", dense(_operand(fp4), _operand(fp4_square), (264, 200, 1312), fp4_large), gate(scaled, floor=0.85)),
+        target(
+            "gfx950_mxfp4_fp32", dense(_operand(fp4), _operand(fp4), (136, 72, 1568), fp4_small, **into), gate(scaled, **little),
+            FP32_STEP,
+        ),
+        target("gfx950_bf16_experts_fprop", by_rows(None, True, small, 328), gate(plain_mfma, **little)),
+        target("gfx950_bf16_experts_dgrad", by_rows(None, False, small, 328, torch.int64), gate(*turned, **little)),
+        target("gfx950_bf16_experts_wgrad", by_depth(None, GROUP_SIZES, small, True), gate(*turned, **little), FP32_STEP),
+        target("gfx950_bf16_experts_wgrad_first", by_depth(None, GROUP_SIZES, small, False), gate(*turned, **little), FP32_STEP),
+        target("gfx950_mxfp4_experts_fprop", by_rows(fp4, True, fp4_small, 1312), bytewise),
+        target("gfx950_mxfp8_experts_wgrad", by_depth(_eight("e4m3"), MX_GROUP_SIZES, eight_small, True), bytewise, FP32_STEP),
+        *_ablations(large),
+    ]  # fmt: skip
+
+
+def _ablations(tile: Tile) -> list[KernelTarget]:
+    """The variants benchmarks/data_movement.py compares with, right in themselves."""
+    k, rows = _operand(None), _operand(None, k_inner=False)
+    through_registers = IsaGate(
+        required=("buffer_load_dwordx4", "ds_write_b128"), forbidden=(".* lds",), forbidden_anywhere=("scratch_.*",)
+    )
+    plain_reads = IsaGate(required=("buffer_load_dwordx4 lds",), forbidden=("ds_read_b64_tr.*",))
+    return [
+        target(
+            "gfx950_bf16_nt_without_async_copy",
+            dense(k, k, (264, 200, 328), tile, ablation=Ablation(async_copy=False)),
+            through_registers,
+        ),
+        target(
+            "gfx950_bf16_nn_without_transpose_load",
+            dense(k, rows, (264, 200, 328), tile, ablation=Ablation(transpose_load=False)),
+            plain_reads,
+        ),
+    ]
