@@ -77,7 +77,7 @@ class AllToAll:
             )
         order = self._order(q, options)
         coming = [self._deal_out(x) for x in (q, k, v)]
-        mask = self._all_rows(options.mask.masked, q.shape[1], order)
+        mask = self._all_rows(options.mask.masked, order)
         queries, keys, values = (_in_order(x, order) for x in coming)
         own_out = queries.new_empty(*queries.shape[:3], v.shape[3])
         own_sinks = None if sinks is None else sinks[self._own_heads]
@@ -144,7 +144,7 @@ class AllToAll:
 
         return finish
 
-    def _all_rows(self, mask: Tensor | None, tokens: int, order: Tensor) -> Tensor | None:
+    def _all_rows(self, mask: Tensor | None, order: Tensor) -> Tensor | None:
         """A mask tensor with the rows of all tokens of the group; each rank has its own."""
         if mask is None or mask.shape[2] == 1:
             return mask
