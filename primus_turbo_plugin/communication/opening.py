@@ -45,7 +45,7 @@ def overlap_of(group: Group, device: torch.device, chosen: Communication) -> Ove
     Raises:
         UnsupportedError: The transport asked for cannot be had.
     """
-    key = (id(group), device, chosen.transport, chosen.min_gemm_ms, chosen.chunks)
+    key = (id(group), device, chosen.transport, chosen.min_gemm_ms, chosen.chunks, chosen.ring)
     if key not in _OPEN:
         transport, refused = _open(group, device, chosen.transport)
         overlap = Overlap(
@@ -53,6 +53,7 @@ def overlap_of(group: Group, device: torch.device, chosen: Communication) -> Ove
             costs=costs_of(device),
             min_gemm_ms=chosen.min_gemm_ms,
             chunks=chosen.chunks,
+            ring=chosen.ring,
             tracer=current_tracer(),
         )
         _say(

@@ -63,6 +63,7 @@ class Overlap:
         costs: Of the device; None where none were measured.
         min_gemm_ms: GEMMs expected to be shorter run after their collective; None takes the measured limit.
         chunks: Fixes the number of chunks; None takes the cost model's.
+        ring: Rows travel between neighbours only.
         tracer: Records what happens when.
     """
 
@@ -73,9 +74,10 @@ class Overlap:
         costs: Costs | None = None,
         min_gemm_ms: float | None = None,
         chunks: int | None = None,
+        ring: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
-        self.transport, self.costs, self.chunks = transport, costs, chunks
+        self.transport, self.costs, self.chunks, self.ring = transport, costs, chunks, ring
         self.min_gemm_ms = (costs.min_gemm_ms if costs else 0.0) if min_gemm_ms is None else min_gemm_ms
         self.world_size = transport.world_size
         self._gathers, self._bulk, self._scatters = (Channel(transport, tracer) for _ in range(3))
@@ -107,15 +109,18 @@ class Overlap:
         """
         _refuse_capture(y, label)
         chunks, _ = self._plan("gather", y.shape[0], y.shape[1], contraction, x.nbytes, can_add=False)
-        how = (chunks, self._lanes(), _align(x), keep)
-        programs = _gather_gemm_programs((x.rows,) * self.world_size, *how)
+        rows = (x.rows,) * self.world_size
+        if self.ring:
+            programs = _ring_gather_gemm_programs(rows, chunks, _align(x), keep)
+        else:
+            programs = _gather_gemm_programs(rows, chunks, self._lanes(), _align(x), keep)
         call = self._gathers.start(programs, x.planes, x.forms, multiply=multiply, output=y, label=label)
         return self._gathers.finish(call)
 
     def start_gather(self, x: Payload, *, label: str = "") -> Pending[list[Tensor]]:
         """AG(x): every plane [size * rows / per_row, ...]."""
         _refuse_capture(x.planes[0], label)
-        programs = _bulk_programs("gather", (x.rows,) * self.world_size, self._lanes())
+        programs = _bulk_programs("ring" if self.ring else "gather", (x.rows,) * self.world_size, self._lanes())
         call = self._bulk.start(programs, x.planes, x.forms, label=label)
         return Pending(lambda: self._bulk.finish(call))
 
@@ -134,14 +139,17 @@ class Overlap:
         """
         _refuse_capture(y, label)
         rows = (y.shape[0],) * self.world_size
-        can_add = can_add and self.world_size == 2
-        chunks, add = self._plan("scatter", x.rows, y.shape[1], contraction, y.nbytes, can_add=can_add)
-        programs = _gemm_scatter_programs(rows, chunks, self._lanes(), _align(x), add)
-        partial = y.new_empty(x.rows, *y.shape[1:])
+        if self.ring:  # sums travel, in fp32
+            programs, travels = _ring_scatter_programs(rows), torch.promote_types(y.dtype, torch.float32)
+        else:
+            can_add = can_add and self.world_size == 2
+            chunks, add = self._plan("scatter", x.rows, y.shape[1], contraction, y.nbytes, can_add=can_add)
+            programs, travels = _gemm_scatter_programs(rows, chunks, self._lanes(), _align(x), add), y.dtype
+        partial = torch.empty(x.rows, *y.shape[1:], dtype=travels, device=y.device)
         call = self._scatters.start(
             programs,
             x.planes,
-            (Form.of(y),),
+            (Form(tuple(y.shape[1:]), travels),),
             input_forms=x.forms,
             multiply=multiply,
             partial=partial,
@@ -152,7 +160,7 @@ class Overlap:
         return y
 
     def start_scatter(self, x: Tensor, *, label: str = "") -> Pending[Tensor]:
-        """RS(x): [rows / size, ...] of x [rows, ...]."""
+        """RS(x): [rows / size, ...] of x [rows, ...], straight to the owners (a ring would compute on its way)."""
         _refuse_capture(x, label)
         source = x.contiguous()
         y = source.new_empty(source.shape[0] // self.world_size, *source.shape[1:])
@@ -199,6 +207,17 @@ def _gather_gemm_programs(rows: Sequence[int], chunks: int, lanes: int, align: i
 
 
 @functools.lru_cache(maxsize=256)
+def _ring_gather_gemm_programs(rows: Sequence[int], chunks: int, align: int, keep: bool) -> tuple[Program, ...]:
+    make = functools.partial(schedules.ring_all_gather_gemm, chunks=chunks, align=align, keep=keep)
+    return tuple(make(rank, rows) for rank in range(len(rows)))
+
+
+@functools.lru_cache(maxsize=256)
+def _ring_scatter_programs(rows: Sequence[int]) -> tuple[Program, ...]:
+    return tuple(schedules.ring_gemm_reduce_scatter(rank, rows) for rank in range(len(rows)))
+
+
+@functools.lru_cache(maxsize=256)
 def _gemm_scatter_programs(rows: Sequence[int], chunks: int, lanes: int, align: int, add: bool) -> tuple[Program, ...]:
     make = functools.partial(schedules.gemm_reduce_scatter, chunks=chunks, lanes=lanes, align=align, add=add)
     return tuple(make(rank, rows) for rank in range(len(rows)))
@@ -206,5 +225,7 @@ def _gemm_scatter_programs(rows: Sequence[int], chunks: int, lanes: int, align: 
 
 @functools.lru_cache(maxsize=256)
 def _bulk_programs(kind: str, rows: Sequence[int], lanes: int) -> tuple[Program, ...]:
+    if kind == "ring":
+        return tuple(schedules.ring_all_gather(rank, rows) for rank in range(len(rows)))
     make = schedules.all_gather if kind == "gather" else schedules.reduce_scatter
     return tuple(make(rank, rows, lanes=lanes) for rank in range(len(rows)))

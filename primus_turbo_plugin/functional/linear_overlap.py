@@ -125,6 +125,9 @@ def start_scatter(call: LinearCall, dx: Tensor, dy: Tensor) -> Pending[Tensor]:
     """RS(dx), to run under the wgrad of dy."""
     use, (tokens, features) = call.overlap, dx.shape
     wanted = use is not None and use.bulk_scatter and tokens % call.parallel.size == 0
+    if use is not None and wanted and use.overlap.ring:
+        _note(call, "dx under wgrad", "a ring adds on its way, for which wgrad leaves no room")
+        wanted = False
     if use is None or not wanted or _small(call, "wgrad", tokens, (features, dy.shape[1])):
         return reduce_scatter(dx, call.parallel.group)
     return use.overlap.start_scatter(dx, label=_label(call, "dx under wgrad"))
@@ -235,7 +238,9 @@ def _multiply(call: LinearCall, gemm: str, like: Operand, w: Operand) -> Multipl
     turned = w.t()
 
     def multiply(planes: list[Tensor], out: Tensor, add: Tensor | None) -> None:
-        if add is None:
+        if out.dtype != planes[0].dtype:  # fp32 sums of a ring
+            out.copy_(torch.mm(planes[0], turned))
+        elif add is None:
             torch.mm(planes[0], turned, out=out)
         else:
             torch.addmm(add, planes[0], turned, out=out)

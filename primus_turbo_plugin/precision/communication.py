@@ -10,7 +10,7 @@ from primus_turbo_plugin.precision.vocabulary import check_choice, check_keys
 
 TRANSPORTS = ("auto", "sdma", "process_group", "shared_memory")
 _MAX_CHUNKS = 4
-_SWITCHES = ("gather", "scatter", "bulk_gather", "bulk_scatter", "scatter_dgrad")
+_SWITCHES = ("ring", "gather", "scatter", "bulk_gather", "bulk_scatter", "scatter_dgrad")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +23,7 @@ class Communication:
             that refuses, `process_group`.
         min_gemm_ms: GEMMs expected to be shorter are not overlapped; None takes the device's measured limit.
         chunks: Pieces that each rank's rows are cut into, 1 to 4; None takes what measured costs say.
+        ring: Rows travel between neighbours only, for machines whose GPUs do not all see each other.
         gather: All-gathers in front of a GEMM: fprop of column-parallel layers, dgrad of row-parallel ones.
         scatter: Reduce-scatters behind a GEMM: fprop of row-parallel layers.
         bulk_gather: The all-gather of x for wgrad, under dgrad of column-parallel layers.
@@ -38,6 +39,7 @@ class Communication:
     transport: str = "auto"
     min_gemm_ms: float | None = None
     chunks: int | None = None
+    ring: bool = False
     gather: bool = True
     scatter: bool = True
     bulk_gather: bool = True

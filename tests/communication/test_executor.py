@@ -217,3 +217,25 @@ def test_a_rank_that_never_comes_is_named(rank_info: RankInfo) -> None:
             pending.wait()
     else:
         transport.allocate(4096)
+
+
+@ranks(world_size=[2, 4])
+def test_ring_sums_are_the_same_bits_in_every_run(rank_info: RankInfo) -> None:
+    """Taken in the order of the ring, from the owner's right neighbour on, in fp32, and rounded once."""
+    g, size, rank = torch.Generator().manual_seed(rank_info.seed), rank_info.world_size, rank_info.rank
+    overlap = Overlap(_delayed(_open("shared_memory"), rank_info), ring=True)
+    parts = [torch.randn(size * 4, K, generator=g).mul(10.0**r).bfloat16() for r in range(size)]
+
+    def multiply(planes: list[Tensor], out: Tensor, add: Tensor | None) -> None:
+        out.copy_(planes[0])
+
+    order = [(rank + 1 + step) % size for step in range(size)]
+    total = parts[order[0]].float()
+    for sender in order[1:]:
+        total = total + parts[sender].float()
+    expected = total.bfloat16().chunk(size)[rank]
+    for _ in range(4):
+        y = torch.full((4, K), torch.nan, dtype=torch.bfloat16)
+        overlap.gemm_scatter(Payload.plain(parts[rank]), multiply, y, K)
+        assert torch.equal(y, expected)
+    overlap.transport.close()

@@ -50,7 +50,18 @@ def test_ring_all_gather_gemm(rows: tuple[int, ...], chunks: int, keep: bool) ->
 @QUICK
 @given(worlds(), st.integers(1, 16))
 def test_bulk_all_gather_leaves_all_rows_in_the_slot(rows: tuple[int, ...], lanes: int) -> None:
-    programs = _of_all(schedules.all_gather, rows, lanes=lanes)
+    _check_bulk_gather(rows, _of_all(schedules.all_gather, rows, lanes=lanes))
+
+
+@QUICK
+@given(worlds())
+def test_bulk_ring_leaves_all_rows_in_the_slot(rows: tuple[int, ...]) -> None:
+    programs = _of_all(schedules.ring_all_gather, rows)
+    _check_bulk_gather(rows, programs)
+    assert all(put.peer in (rank, (rank + 1) % len(rows)) for rank, p in enumerate(programs) for put in p.puts)
+
+
+def _check_bulk_gather(rows: tuple[int, ...], programs: list[Program]) -> None:
     assert check(programs, rows, None, calls=3) == []
     for rank in range(len(rows)):
         places = sorted((put.target.start, put.target.stop) for _, put in incoming(tuple(programs), rank))

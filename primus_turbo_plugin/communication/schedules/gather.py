@@ -68,8 +68,32 @@ def ring_all_gather_gemm(
     rank: int, rows: Sequence[int], *, chunks: int = 1, align: int = 1, keep: bool = False
 ) -> Program:
     """y = AG(x) @ w.T with neighbours only; arguments as `all_gather_gemm`."""
+    world_size, start, own = len(rows), offsets(rows), rows[rank]
+    left = (rank - 1) % world_size
+    ops = _pass_on(rank, rows, chunks=chunks, align=align, keep=keep)
+    ops.append(Gemm(Rows("input", 0, own), Rows("output", start[rank], start[rank] + own)))
+    for sender in _senders(rank, world_size):
+        for chunk, (a, b) in enumerate(chunks_of(rows[sender], chunks, align)):
+            if chunk == 0 or b > a:
+                ops.append(Wait(COMPUTE, left, sender * chunks + chunk))
+            place = (start[sender] + a, start[sender] + b)
+            ops.append(Gemm(Rows("slot", *place), Rows("output", *place)))
+    ops.append(Join(0))
+    return _program(rank, rows, ops, (), 1, world_size * chunks, output_rows=start[-1])
+
+
+def ring_all_gather(rank: int, rows: Sequence[int]) -> Program:
+    """AG(x) into the slot, with neighbours only, while the caller computes something else between start and finish."""
+    left = (rank - 1) % len(rows)
+    finish: list[Op] = [Wait(COMPUTE, left, sender) for sender in _senders(rank, len(rows))]
+    ops = _pass_on(rank, rows, chunks=1, align=1, keep=True)
+    return _program(rank, rows, ops, [*finish, Join(0)], 1, len(rows))
+
+
+def _pass_on(rank: int, rows: Sequence[int], *, chunks: int, align: int, keep: bool) -> list[Op]:
+    """Own rows to the right neighbour, then whatever has come from the left."""
     world_size, start = len(rows), offsets(rows)
-    left, right, own = (rank - 1) % world_size, (rank + 1) % world_size, rows[rank]
+    left, right = (rank - 1) % world_size, (rank + 1) % world_size
     ops: list[Op] = [Fork(0)]
     for step in range(world_size - 1):
         origin = (rank - step) % world_size
@@ -83,16 +107,7 @@ def ring_all_gather_gemm(
                 source = Rows("slot", *place) if step else Rows("input", a, b)
                 ops.append(Put(0, source, right, Rows("slot", *place), flag, step * chunks + chunk))
             ops.append(Signal(0, right, flag))
-    ops += _keep_own(rank, rows, 0) if keep else []
-    ops.append(Gemm(Rows("input", 0, own), Rows("output", start[rank], start[rank] + own)))
-    for sender in _senders(rank, world_size):
-        for chunk, (a, b) in enumerate(chunks_of(rows[sender], chunks, align)):
-            if chunk == 0 or b > a:
-                ops.append(Wait(COMPUTE, left, sender * chunks + chunk))
-            place = (start[sender] + a, start[sender] + b)
-            ops.append(Gemm(Rows("slot", *place), Rows("output", *place)))
-    ops.append(Join(0))
-    return _program(rank, rows, ops, (), 1, world_size * chunks, output_rows=start[-1])
+    return ops + (_keep_own(rank, rows, 0) if keep else [])
 
 
 def _push(
