@@ -25,7 +25,7 @@ def _config(size: int, latent: bool) -> Any:
 
     common: dict[str, Any] = {
         "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "use_cpu_initialization": True, "attention_dropout": 0.2,
-        "normalization": "RMSNorm", "add_bias_linear": False, "context_parallel_size": size, "cp_comm_type": "all_gather",
+        "normalization": "RMSNorm", "add_bias_linear": False, "context_parallel_size": size, "cp_comm_type": "p2p",
         "apply_rope_fusion": False, "params_dtype": torch.float32,
     }  # fmt: skip
     if not latent:
