@@ -13,15 +13,26 @@ _LOG2E = 1.4426950408889634
 _ROWS = 128  # queries of a program
 KEYS = 128  # of a program of dkdv
 _WIDEST = 128
+_WIDEST_WITH_TAIL = 192
 
 
-def applies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
-    """Whether the kernels can do this problem on a Hopper GPU; the portable ones do everything else."""
+def applies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, tail: bool = True) -> bool:
+    """Whether the kernels can do this problem on a Hopper GPU; the portable ones do everything else.
+
+    Args:
+        problem: The problem.
+        q: Its queries.
+        k: Its keys.
+        v: Its values.
+        others: Further tensors that descriptors must read.
+        tail: Whether the kernel in question takes columns of q and k beyond the first 128.
+    """
     plain = problem.cu_q is None and problem.cp_size == 1 and problem.masked is None
     plain = plain and problem.softcap == 0.0 and problem.seed is None and problem.scale > 0.0
     return (
         plain
-        and max(q.shape[3], v.shape[3]) <= _WIDEST
+        and q.shape[3] <= (_WIDEST_WITH_TAIL if tail else _WIDEST)
+        and v.shape[3] <= _WIDEST
         and q.shape[3] % 8 == v.shape[3] % 8 == 0
         and min(q.numel(), k.numel(), v.numel()) > 0
         and can_use_descriptors(q, k, v, *others)
@@ -36,12 +47,13 @@ def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pr
     width, block_n = _width(q, v), 128
     tiles = math.ceil(q_len / _ROWS)
     args = {
-        "q_desc": descriptor(q, _ROWS // 2, width), "k_desc": descriptor(k, block_n, width),
+        **_both_parts("q", q, _ROWS // 2, width), **_both_parts("k", k, block_n, width),
         "v_desc": descriptor(v, block_n, width), "out": out, "lse": lse, "sinks": problem.sinks,
         **_sizes(q, k, problem), "tiles": tiles, "v_dim": v.shape[3],
         "stride_ob": out.stride(0), "stride_os": out.stride(1), "stride_oh": out.stride(2),
     }  # fmt: skip
-    constants = {**_reaches(problem), "SINKS": problem.sinks is not None, "BLOCK_N": block_n, "D": width, "SLOTS": 2}
+    constants = {**_reaches(problem), "SINKS": problem.sinks is not None, "BLOCK_N": block_n, "SLOTS": 2}
+    constants |= {"D": width, "TAIL": _tail(q, width)}
     return Launch(attention_hopper_fwd_kernel, (tiles * batch * heads,), args, constants, {"num_warps": 4})
 
 
@@ -72,16 +84,18 @@ def dq_launch(
     """dq, dense in its last dimension."""
     from primus_turbo_plugin.kernels.triton.attention_hopper_dq import attention_hopper_dq_kernel
 
-    width, block_n = _width(q, v), 64
+    width = _width(q, v)
+    block_n, slots = (64, 3) if _tail(q, width) else (128, 2)  # what fits shared memory
     tiles = math.ceil(q.shape[1] / _ROWS)
     args = {
-        "q_desc": descriptor(q, _ROWS // 2, width), "g_desc": descriptor(dout, _ROWS // 2, width),
-        "k_desc": descriptor(k, block_n, width), "v_desc": descriptor(v, block_n, width),
+        **_both_parts("q", q, _ROWS // 2, width), "g_desc": descriptor(dout, _ROWS // 2, width),
+        **_both_parts("k", k, block_n, width), "v_desc": descriptor(v, block_n, width),
         "dq": dq, "lse2": lse2, "delta": delta, **_sizes(q, k, problem), "tiles": tiles,
         "grad_scale": problem.scale, "dim": q.shape[3],
         "stride_dqb": dq.stride(0), "stride_dqs": dq.stride(1), "stride_dqh": dq.stride(2),
     }  # fmt: skip
-    constants = {**_reaches(problem), "BLOCK_N": block_n, "D": width, "SLOTS": 3}
+    constants = {**_reaches(problem), "BLOCK_N": block_n, "SLOTS": slots}
+    constants |= {"D": width, "TAIL": _tail(q, width)}
     grid = tiles * q.shape[0] * q.shape[2]
     return Launch(attention_hopper_dq_kernel, (grid,), args, constants, {"num_warps": 4})
 
@@ -94,6 +108,16 @@ def descriptor(x: Tensor, rows: int, width: int) -> Any:
     strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape)] + [1]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, width], layout)
+
+
+def _both_parts(name: str, x: Tensor, rows: int, width: int) -> dict[str, Any]:
+    """Descriptors of x's first columns and of those beyond; without any, the same again, since the kernels take no None."""
+    first, tail = descriptor(x, rows, width), _tail(x, width)
+    return {f"{name}_desc": first, f"{name}_tail_desc": descriptor(x, rows, tail) if tail else first}
+
+
+def _tail(x: Tensor, width: int) -> int:
+    return 64 if x.shape[3] > width else 0
 
 
 def _row_descriptor(x: Tensor, rows: int) -> Any:

@@ -6,8 +6,8 @@ Layout    a program: 128 queries of one head, 64 for each of two warpgroups; one
           the softmax while that runs; the two warpgroups drift apart, so that one multiplies while the other exponentiates
 Cost      4 * D FLOPs a visible score on the matrix units, 1 exponential
 Numerics  as attention_fwd.py: fixed order of every sum
-Limits    Triton 3.6 or newer, compute capability 9.0; dim and v_dim to 128 in steps of 8; dense batches; causality, windows and
-          sinks, no other feature; descriptors must be able to read q, k and v in place
+Limits    Triton 3.6 or newer, compute capability 9.0; dim to 192 and v_dim to 128 in steps of 8; dense batches; causality,
+          windows and sinks, no other feature; descriptors must be able to read q, k and v in place
 """
 
 from __future__ import annotations
@@ -32,6 +32,25 @@ def tile_2d(buffer, DTYPE: gl.constexpr, HEIGHT: gl.constexpr, D: gl.constexpr):
     """A `[1, HEIGHT, 1, D]` buffer as a descriptor fills it, seen as `[HEIGHT, D]`."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return buffer._reinterpret(DTYPE, [HEIGHT, D], layout)
+
+
+@gluon.jit
+def scores_of(
+    q_tiles, q_tails, half, k_ring, k_tail_ring, slot, TAIL: gl.constexpr, LAYOUT: gl.constexpr, ASYNC: gl.constexpr
+):
+    """Raw scores of a warpgroup's queries and the keys in a slot; with TAIL columns of the head beyond its first D."""
+    DTYPE: gl.constexpr = k_ring.dtype
+    BLOCK_N: gl.constexpr = k_ring.shape[2]
+    D: gl.constexpr = k_ring.shape[4]
+    q = tile_2d(q_tiles.index(half), DTYPE, ROWS, D)
+    keys = tile_2d(k_ring.index(slot), DTYPE, BLOCK_N, D)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
+    scores = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=ASYNC)
+    if TAIL > 0:
+        q = tile_2d(q_tails.index(half), DTYPE, ROWS, TAIL)
+        keys = tile_2d(k_tail_ring.index(slot), DTYPE, BLOCK_N, TAIL)
+        scores = warpgroup_mma(q, keys.permute((1, 0)), scores, is_async=ASYNC)
+    return scores
 
 
 @gluon.jit
@@ -90,9 +109,10 @@ def _softmax(
 
 @gluon.jit
 def _block(
-    j, number, top, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, probabilities, acc, maximum, total,
-    scale, rows, k_len, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
+    j, number, top, half, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, k_full, k_empty, v_full, v_empty,
+    probabilities, acc, maximum, total, scale, rows, k_len, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, TAIL: gl.constexpr,
+    S_LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """S of block j, the second product of block j - 1 and, while that runs, the softmax of block j."""
     DTYPE: gl.constexpr = k_ring.dtype
@@ -100,9 +120,7 @@ def _block(
     BLOCK_N: gl.constexpr = k_ring.shape[2]
     D: gl.constexpr = k_ring.shape[4]
     slot, previous, following = j % SLOTS, (j - 1) % SLOTS, (j + 1) % SLOTS
-    keys = tile_2d(k_ring.index(slot), DTYPE, BLOCK_N, D)
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    scores_token = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores_token = scores_of(q_tiles, q_tails, half, k_ring, k_tail_ring, slot, TAIL, S_LAYOUT, True)
     mbarrier.wait(v_full.index(previous), ((j - 1) // SLOTS) & 1)
     values = tile_2d(v_ring.index(previous), DTYPE, BLOCK_N, D)
     acc_token = warpgroup_mma(probabilities, values, acc, is_async=True)
@@ -123,9 +141,9 @@ def _block(
 
 @gluon.jit
 def _attend(
-    HALF: gl.constexpr, q_buffers, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, out, lse, sink,
+    HALF: gl.constexpr, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, out, lse, sink,
     first, top, number, right_masked, left_masked, q_len, k_len, left, right, scale, v_dim, stride_os,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 queries through all their blocks."""
     DTYPE: gl.constexpr = k_ring.dtype
@@ -136,14 +154,11 @@ def _attend(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     rows = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-    q = tile_2d(q_buffers.index(HALF), DTYPE, ROWS, D)
     mbarrier.wait(q_full, 0)
 
     # The first block has no predecessor.
     mbarrier.wait(k_full.index(0), 0)
-    keys = tile_2d(k_ring.index(0), DTYPE, BLOCK_N, D)
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    scores = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=False)
+    scores = scores_of(q_tiles, q_tails, HALF, k_ring, k_tail_ring, 0, TAIL, S_LAYOUT, False)
     mbarrier.arrive(k_empty.index(0), count=1)
     maximum = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -160,19 +175,22 @@ def _attend(
     # Masked on the right, then none, then masked on the left.
     for j in range(1, right_masked):
         probabilities, acc, maximum, total = _block(
-            j, number, top, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, probabilities, acc, maximum, total,
-            scale, rows, k_len, left, right, LEFT, RIGHT, True, S_LAYOUT, OPERAND,
+            j, number, top, HALF, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, k_full, k_empty, v_full, v_empty,
+            probabilities, acc, maximum, total,
+            scale, rows, k_len, left, right, LEFT, RIGHT, True, TAIL, S_LAYOUT, OPERAND,
         )  # fmt: skip
     for j in range(gl.maximum(right_masked, 1), number - left_masked):
         probabilities, acc, maximum, total = _block(
-            j, number, top, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, probabilities, acc, maximum, total,
-            scale, rows, k_len, left, right, LEFT, RIGHT, False, S_LAYOUT, OPERAND,
+            j, number, top, HALF, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, k_full, k_empty, v_full, v_empty,
+            probabilities, acc, maximum, total,
+            scale, rows, k_len, left, right, LEFT, RIGHT, False, TAIL, S_LAYOUT, OPERAND,
         )  # fmt: skip
     if LEFT:
         for j in range(gl.maximum(number - left_masked, 1), number):
             probabilities, acc, maximum, total = _block(
-                j, number, top, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, probabilities, acc, maximum, total,
-                scale, rows, k_len, left, right, LEFT, RIGHT, True, S_LAYOUT, OPERAND,
+                j, number, top, HALF, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, k_full, k_empty, v_full, v_empty,
+            probabilities, acc, maximum, total,
+                scale, rows, k_len, left, right, LEFT, RIGHT, True, TAIL, S_LAYOUT, OPERAND,
             )  # fmt: skip
 
     # The last second product.
@@ -191,23 +209,29 @@ def _attend(
 
 @gluon.jit
 def _copy(
-    q_desc, k_desc, v_desc, q_buffers, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty,
-    batch, head, group, first, top, number,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, q_tiles, q_tails, k_ring, k_tail_ring, v_ring,
+    q_full, k_full, k_empty, v_full, v_empty, batch, head, group, first, top, number, TAIL: gl.constexpr,
 ):  # fmt: skip
     """The warp that keeps the rings full."""
     SLOTS: gl.constexpr = k_ring.shape[0]
     BLOCK_N: gl.constexpr = k_ring.shape[2]
     D: gl.constexpr = k_ring.shape[4]
-    mbarrier.expect(q_full, 2 * ROWS * D * 2)
+    mbarrier.expect(q_full, 2 * ROWS * (D + TAIL) * 2)
     for half in gl.static_range(2):
-        tma.async_copy_global_to_shared(q_desc, [batch, first + half * ROWS, head, 0], q_full, q_buffers.index(half))
+        row = first + half * ROWS
+        tma.async_copy_global_to_shared(q_desc, [batch, row, head, 0], q_full, q_tiles.index(half))
+        if TAIL > 0:
+            tma.async_copy_global_to_shared(q_tail_desc, [batch, row, head, D], q_full, q_tails.index(half))
     for j in range(number):
         slot = j % SLOTS
         phase = ((j // SLOTS) & 1) ^ 1
         first_key = (top - j) * BLOCK_N
         mbarrier.wait(k_empty.index(slot), phase)
-        mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
-        tma.async_copy_global_to_shared(k_desc, [batch, first_key, group, 0], k_full.index(slot), k_ring.index(slot))
+        full = k_full.index(slot)
+        mbarrier.expect(full, BLOCK_N * (D + TAIL) * 2)
+        tma.async_copy_global_to_shared(k_desc, [batch, first_key, group, 0], full, k_ring.index(slot))
+        if TAIL > 0:
+            tma.async_copy_global_to_shared(k_tail_desc, [batch, first_key, group, D], full, k_tail_ring.index(slot))
         mbarrier.wait(v_empty.index(slot), phase)
         mbarrier.expect(v_full.index(slot), BLOCK_N * D * 2)
         tma.async_copy_global_to_shared(v_desc, [batch, first_key, group, 0], v_full.index(slot), v_ring.index(slot))
@@ -224,9 +248,10 @@ def barriers(SLOTS: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def attention_hopper_fwd_kernel(
-    q_desc, k_desc, v_desc, out, lse, sinks, heads, groups, q_len, k_len, tiles, left, right, scale, v_dim,
-    stride_ob, stride_os, stride_oh,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, out, lse, sinks,
+    heads, groups, q_len, k_len, tiles, left, right, scale, v_dim, stride_ob, stride_os, stride_oh,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Programs: batch * heads * tiles of 128 queries; the last tiles of a head first, which under causality take longest."""
     program = gl.program_id(0)
@@ -246,8 +271,12 @@ def attention_hopper_fwd_kernel(
     sink = lse  # anything: a tuple of arguments takes no None
     if SINKS:
         sink = sinks + head
-    q_buffers = gl.allocate_shared_memory(q_desc.dtype, [2, 1, ROWS, 1, D], q_desc.layout)
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, ROWS, 1, D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, BLOCK_N, 1, D], k_desc.layout)
+    q_tails, k_tail_ring = q_tiles, k_ring
+    if TAIL > 0:
+        q_tails = gl.allocate_shared_memory(q_desc.dtype, [2, 1, ROWS, 1, TAIL], q_tail_desc.layout)
+        k_tail_ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, BLOCK_N, 1, TAIL], k_tail_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [SLOTS, 1, BLOCK_N, 1, D], v_desc.layout)
     q_full = barriers(1, 1).index(0)
     k_full, k_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
@@ -256,18 +285,18 @@ def attention_hopper_fwd_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                0, q_buffers, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, out, lse, sink,
+                0, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, out, lse, sink,
                 first, top, number, right_masked, left_masked, q_len, k_len, left, right, scale, v_dim, stride_os,
-                LEFT, RIGHT, SINKS,
+                LEFT, RIGHT, SINKS, TAIL,
             )),
             (_attend, (
-                1, q_buffers, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, out, lse, sink,
+                1, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, out, lse, sink,
                 first, top, number, right_masked, left_masked, q_len, k_len, left, right, scale, v_dim, stride_os,
-                LEFT, RIGHT, SINKS,
+                LEFT, RIGHT, SINKS, TAIL,
             )),
             (_copy, (
-                q_desc, k_desc, v_desc, q_buffers, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty,
-                batch, head, group, first, top, number,
+                q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, q_tiles, q_tails, k_ring, k_tail_ring, v_ring,
+                q_full, k_full, k_empty, v_full, v_empty, batch, head, group, first, top, number, TAIL,
             )),
         ],
         [4, 1],

@@ -190,11 +190,15 @@ def dq_launch(
 
 
 def can_use_descriptors(*tensors: Tensor) -> bool:
-    """Whether tensor descriptors can read them in place: last dimension dense, everything else in steps of 16 bytes."""
+    """Whether tensor descriptors can read them in place: last dimension dense, everything else in steps of 16 bytes, none of 0."""
     return all(
         x.stride(-1) == 1
         and x.data_ptr() % 16 == 0
-        and all(stride * x.element_size() % 16 == 0 for stride, size in zip(x.stride()[:-1], x.shape) if size > 1)
+        and all(
+            stride > 0 and stride * x.element_size() % 16 == 0
+            for stride, size in zip(x.stride()[:-1], x.shape)
+            if size > 1
+        )
         for x in tensors
     )
 

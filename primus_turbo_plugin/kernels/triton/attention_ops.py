@@ -65,16 +65,19 @@ def _backward(
         both_ways = torch.version.hip is not None
         lse2 = torch.empty_like(lse)
         launch.delta_launch(out, dout, lse, row_delta if delta is None else None, lse2).run()
-        on_hopper = _arch(q) == "sm90" and hopper.applies(described, q, k, v, dout) and q.shape[1] % 4 == 0
-        splits = _splits(q, k, hopper.KEYS if on_hopper else tiles.dkdv.block_n)
+        on_hopper = _arch(q) == "sm90" and hopper.applies(described, q, k, v, dout)
+        dkdv_on_hopper = on_hopper and hopper.applies(described, q, k, v, dout, tail=False) and q.shape[1] % 4 == 0
+        splits = _splits(q, k, hopper.KEYS if dkdv_on_hopper else tiles.dkdv.block_n)
         parts_k, parts_v = _parts(dk, splits), _parts(dv, splits)
         shared: tuple[Any, ...] = (lse2, row_delta, described)
-        if on_hopper:
+        ways: dict[str, Any] = {"tma": tma, "both_ways": both_ways}
+        if dkdv_on_hopper:
             hopper.dkdv_launch(q, k, v, dout, parts_k, parts_v, *shared).run()
+        else:
+            launch.dkdv_launch(q, k, v, dout, parts_k, parts_v, *shared, tiles.dkdv, **ways).run()
+        if on_hopper:
             hopper.dq_launch(q, k, v, dout, dq, *shared).run()
         else:
-            ways: dict[str, Any] = {"tma": tma, "both_ways": both_ways}
-            launch.dkdv_launch(q, k, v, dout, parts_k, parts_v, *shared, tiles.dkdv, **ways).run()
             launch.dq_launch(q, k, v, dout, dq, *shared, tiles.dq, **ways).run()
     if splits > 1:
         dk.copy_(parts_k.sum(0))
