@@ -171,6 +171,8 @@ class Channel:
     def finish(self, call: Call) -> list[Tensor]:
         """Issues the second half; the slot's planes, to be read before this channel's next call but one."""
         assert call is self._open
+        assert self._arena is not None
+        self.transport.resume(self._arena)
         if call.span is not None and call.program.finish:
             call.span.caller_computed()
         self._run(call, call.program.finish)

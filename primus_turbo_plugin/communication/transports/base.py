@@ -97,6 +97,9 @@ class Transport(abc.ABC):
     def begin(self, arena: Arena, value: int, expected: Sequence[Expected], puts: Sequence[Put]) -> None:  # noqa: B027
         """A call begins: its sequence number; for a two-sided transport, what will arrive and what this rank will put."""
 
+    def resume(self, arena: Arena) -> None:  # noqa: B027
+        """The second half of a call begins, maybe on another thread or stream than the first."""
+
     @abc.abstractmethod
     def fork(self, arena: Arena, lane: int) -> None:
         """The lane waits for what has been issued on compute."""

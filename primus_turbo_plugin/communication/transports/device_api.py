@@ -54,6 +54,10 @@ class DeviceApi(abc.ABC):
         """Writes a 32-bit word in stream order, after what the stream did before is visible."""
 
     @abc.abstractmethod
+    def poke(self, target: int, source: int, stream: int) -> None:
+        """Copies a 32-bit word, which holds 1, within the device and without compute units, in stream order."""
+
+    @abc.abstractmethod
     def can_wait(self, device: int) -> bool:
         """Whether streams can wait for words here."""
 
@@ -113,6 +117,9 @@ class _Cuda(DeviceApi):
 
     def write(self, stream: int, address: int, value: int) -> None:
         self._call("cuStreamWriteValue32_v2", stream, address, value, 0)
+
+    def poke(self, target: int, source: int, stream: int) -> None:
+        self.write(stream, target, 1)  # a copy within the device would be a kernel
 
     def can_wait(self, device: int) -> bool:
         if int((torch.version.cuda or "0").split(".")[0]) >= 12:
@@ -179,6 +186,9 @@ class _Hip(DeviceApi):
 
     def write(self, stream: int, address: int, value: int) -> None:
         self._call("hipStreamWriteValue32", stream, address, value, 0)
+
+    def poke(self, target: int, source: int, stream: int) -> None:
+        self.copy(target, source, 4, stream)  # where write-value operations are kernels
 
     def can_wait(self, device: int) -> bool:
         answer = ctypes.c_int()

@@ -7,9 +7,12 @@ only then, the copy had to wait for a compute unit: it is made by a kernel.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
+
+_UNTIL_FULL_S = 2e-3  # the watchers are there within microseconds, and stay for some ten milliseconds
 
 COPY_ENGINE, COMPUTE_UNITS = "copy engine", "compute units"
 
@@ -25,25 +28,18 @@ def probe_engine(copy: Callable[[int], None], device: torch.device) -> str:
         `copy engine`, or `compute units`.
     """
     from primus_turbo_plugin.communication.transports.device_api import device_api
-    from primus_turbo_plugin.kernels.triton.wait_flag import PATIENCE, fill_and_watch, num_watchers
+    from primus_turbo_plugin.kernels.triton.wait_flag import PATIENCE, fill_and_watch
 
     api = device_api()
     word = torch.zeros(16, dtype=torch.int32, device=device)
     one = torch.ones(16, dtype=torch.int32, device=device)
-    count = num_watchers(device)
-    started = torch.zeros(16, dtype=torch.int32, device=device)
-    seen = torch.zeros(count, dtype=torch.int32, device=device)
     lane = torch.cuda.Stream(device, priority=-1)
     copy(lane.cuda_stream)  # whatever is set up at the first use is no part of the question
-    fill_and_watch(word, started, seen, count, patience=1)
+    fill_and_watch(word, patience=1)  # compiles
     torch.cuda.synchronize(device)
-    started.zero_()
-    seen.zero_()
-    torch.cuda.synchronize(device)
-    fill_and_watch(word, started, seen, count, patience=PATIENCE)
-    # Stream operations only: the lane holds its copy back until every watcher is there.
-    api.wait_at_least(lane.cuda_stream, started.data_ptr(), count)
+    seen = fill_and_watch(word, patience=PATIENCE)
+    time.sleep(_UNTIL_FULL_S)
     copy(lane.cuda_stream)
-    api.copy(word.data_ptr(), one.data_ptr(), 4, lane.cuda_stream)
+    api.poke(word.data_ptr(), one.data_ptr(), lane.cuda_stream)
     torch.cuda.synchronize(device)
     return COPY_ENGINE if bool((seen == 1).all()) else COMPUTE_UNITS

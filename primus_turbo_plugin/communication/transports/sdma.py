@@ -83,6 +83,7 @@ class SdmaTransport(Transport):
             raise UnsupportedError(f"transport sdma: torch's symmetric memory: {refusal}. Use memory 'ipc'.")
         self._symmetric = memory != "ipc" and refusal is None
         self._waits_in_stream = self.api.can_wait(device.index or 0)
+        self._compute = torch.cuda.current_stream(device)  # asked once a call: it costs as much as an operation
         self._lanes: list[torch.cuda.Stream] = []
         self._forks: list[torch.cuda.Event] = []
         self._joins: list[torch.cuda.Event] = []
@@ -132,9 +133,13 @@ class SdmaTransport(Transport):
     def begin(self, arena: Arena, value: int, expected: Sequence[Expected], puts: Sequence[Put]) -> None:
         """The table moves on with the numbers: on compute, while no lane copies from it."""
         assert isinstance(arena, PeerArena)
+        self._compute = torch.cuda.current_stream(self.device)
         if value - arena.base >= _TABLE:
             arena.numbers += _TABLE
             arena.base += _TABLE
+
+    def resume(self, arena: Arena) -> None:
+        self._compute = torch.cuda.current_stream(self.device)
 
     def _lane(self, lane: int) -> torch.cuda.Stream:
         while len(self._lanes) <= lane:
@@ -144,16 +149,16 @@ class SdmaTransport(Transport):
         return self._lanes[lane]
 
     def _stream(self, lane: int) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device) if lane == COMPUTE else self._lane(lane)
+        return self._compute if lane == COMPUTE else self._lane(lane)
 
     def fork(self, arena: Arena, lane: int) -> None:
         stream = self._lane(lane)
-        self._forks[lane].record(torch.cuda.current_stream(self.device))
+        self._forks[lane].record(self._compute)
         stream.wait_event(self._forks[lane])
 
     def join(self, arena: Arena, lane: int) -> None:
         self._joins[lane].record(self._lane(lane))
-        torch.cuda.current_stream(self.device).wait_event(self._joins[lane])
+        self._compute.wait_event(self._joins[lane])
 
     def put(self, arena: Arena, op: Put, pieces: Sequence[tuple[int, Tensor]]) -> None:
         assert isinstance(arena, PeerArena)

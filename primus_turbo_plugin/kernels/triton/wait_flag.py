@@ -16,7 +16,7 @@ PATIENCE = 20_000
 """Rounds of a watcher before it gives up: one atomic read each, some ten milliseconds together."""
 
 _THREADS = 1024
-_THREADS_PER_UNIT = 2048  # of NVIDIA's SMs and AMD's CUs; more watchers than fit would never all be there
+_WATCHERS_PER_UNIT = 4  # more than fit into an SM or CU (2048 threads), so that no room is left while some wait outside
 
 
 @triton.jit
@@ -27,8 +27,7 @@ def _wait_kernel(word, value):
 
 
 @triton.jit
-def _watch_kernel(word, started, seen, patience):
-    tl.atomic_add(started, 1, sem="release", scope="sys")
+def _watch_kernel(word, seen, patience):
     now = tl.atomic_add(word, 0, sem="acquire", scope="sys")
     rounds = 0
     while (now == 0) & (rounds < patience):
@@ -42,12 +41,15 @@ def wait_at_least(word: torch.Tensor, value: int) -> None:
     _wait_kernel[(1,)](word, value, num_warps=1)
 
 
-def num_watchers(device: torch.device) -> int:
-    """Programs that fill the device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count * (_THREADS_PER_UNIT // _THREADS)
+def fill_and_watch(word: torch.Tensor, *, patience: int) -> torch.Tensor:
+    """More programs than fit watch `word`, int32 [1], for `patience` rounds.
 
-
-def fill_and_watch(word: torch.Tensor, started: torch.Tensor, seen: torch.Tensor, count: int, *, patience: int) -> None:
-    """`count` programs add themselves to `started`, watch `word` for `patience` rounds and note in `seen` what they saw."""
-    wave = 64 if torch.version.hip and "gfx9" in torch.cuda.get_device_properties(word.device).gcnArchName else 32
-    _watch_kernel[(count,)](word, started, seen, patience, num_warps=_THREADS // wave)
+    Returns:
+        int32 [programs]: what each saw last.
+    """
+    properties = torch.cuda.get_device_properties(word.device)
+    count = properties.multi_processor_count * _WATCHERS_PER_UNIT
+    seen = torch.zeros(count, dtype=torch.int32, device=word.device)
+    wave = 64 if torch.version.hip and "gfx9" in properties.gcnArchName else 32
+    _watch_kernel[(count,)](word, seen, patience, num_warps=_THREADS // wave)
+    return seen
