@@ -25,6 +25,7 @@ RequestT = TypeVar("RequestT", bound=Request)
 _BACKEND_MODULES = (
     "primus_turbo_plugin.kernels.torch_native.gemm",
     "primus_turbo_plugin.kernels.torch_native.gemm_scaled",
+    "primus_turbo_plugin.kernels.gluon.gemm",
     "primus_turbo_plugin.kernels.triton.gemm",
     "primus_turbo_plugin.kernels.torch_native.gemm_scaled_mx",
     "primus_turbo_plugin.kernels.triton.quantize",

@@ -1,8 +1,8 @@
 """MX scales of the gfx950 GEMMs: from memory to the registers of v_mfma_scale_f32_16x16x128_f8f6f4 (Gluon).
 
 In the gfx950 layout (`precision.scale_layout`) a lane loads 32 bits, the scales of two rows and two blocks, for 256 elements of
-the contraction: all that a tile of FP4 codes needs, and twice what one of FP8 codes does. Plain scales are loaded byte by byte, for
-stretches of rows or of the contraction that start anywhere.
+the contraction: all that a tile of FP4 codes needs, and twice what one of FP8 codes does. Plain scales are loaded byte by byte,
+for stretches of rows or of the contraction that start anywhere.
 """
 
 from __future__ import annotations
