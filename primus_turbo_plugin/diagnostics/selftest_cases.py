@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from primus_turbo_plugin.diagnostics.selftest_fused import fused_cases
-from primus_turbo_plugin.kernels.attention import AttentionMask, AttentionOptions, AttentionRequest
+from primus_turbo_plugin.kernels.attention import AttentionMask, AttentionOptions, AttentionRequest, Dropout, Packing
+from primus_turbo_plugin.kernels.attention_dropout import keep_mask
 from primus_turbo_plugin.kernels.norm import NormRequest
 from primus_turbo_plugin.kernels.reference import quantize as reference_quantize
 from primus_turbo_plugin.kernels.requests import FusedQuantizeRequest, GemmRequest, QuantizeRequest, Request
@@ -179,18 +180,45 @@ def norm_cases(torch_device: str) -> Iterator[Case]:
 
 
 def attention_cases(torch_device: str) -> Iterator[Case]:
+    """Causal; a window with sinks on wide heads; packed sequences with a softcap; dropout."""
+    packed = torch.tensor([0, 50, 128], dtype=torch.int32)
+    window = AttentionMask(causal=True, window=(40, 0))
+    packing = Packing(cu_seqlens_q=packed, cu_seqlens_k=packed)
+    yield _attention_case(torch_device, tokens=48, dim=32, mask=AttentionMask(causal=True))
+    yield _attention_case(torch_device, tokens=200, dim=128, mask=window, sinks=True)
+    yield _attention_case(
+        torch_device, tokens=128, dim=64, mask=AttentionMask(causal=True, packing=packing), softcap=3.0, batch=1
+    )
+    yield _attention_case(torch_device, tokens=96, dim=64, mask=AttentionMask(), probability=0.2)
+
+
+def _attention_case(
+    torch_device: str,
+    *,
+    tokens: int,
+    dim: int,
+    mask: AttentionMask,
+    batch: int = 2,
+    sinks: bool = False,
+    softcap: float = 0.0,
+    probability: float = 0.0,
+) -> Case:
     generator = _generator()
-    q, dout = (torch.randn(2, 48, 4, 32, generator=generator).to(torch.bfloat16) for _ in range(2))
-    k, v = (torch.randn(2, 48, 2, 32, generator=generator).to(torch.bfloat16) for _ in range(2))
-    options = AttentionOptions(scale=32**-0.5, mask=AttentionMask(causal=True))
+    q, dout = (torch.randn(batch, tokens, 4, dim, generator=generator).to(torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(batch, tokens, 2, dim, generator=generator).to(torch.bfloat16) for _ in range(2))
+    sink = torch.randn(4, generator=generator) if sinks else None
+    dropout = Dropout(probability=probability, seed=torch.tensor([_SEED])) if probability else None
+    options = AttentionOptions(scale=dim**-0.5, mask=mask, softcap=softcap, dropout=dropout)
 
     def check(kernels: Any, device: torch.device) -> str | None:
         inputs = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-        expected = _attention64(inputs[0], inputs[1], inputs[2], options.scale)
+        expected = _attention64(inputs[0], inputs[1], inputs[2], options, sink)
         expected.backward(dout.double())
         q_d, k_d, v_d, dout_d = (tensor.to(device) for tensor in (q, k, v, dout))
-        out, lse = kernels.attention_fwd(q_d, k_d, v_d, options)
-        grads = kernels.attention_bwd(dout_d, q_d, k_d, v_d, out, lse, options)[:3]
+        there = _on_device(options, device)
+        sink_d = None if sink is None else sink.to(device)
+        out, lse = kernels.attention_fwd(q_d, k_d, v_d, there, sinks=sink_d)
+        grads = kernels.attention_bwd(dout_d, q_d, k_d, v_d, out, lse, there, sinks=sink_d)[:3]
         wanted = [expected, *(tensor.grad for tensor in inputs)]
         for name, reference, got in zip(("out", "dq", "dk", "dv"), wanted, (out, *grads)):
             assert reference is not None
@@ -200,17 +228,49 @@ def attention_cases(torch_device: str) -> Iterator[Case]:
                 return f"{name}: SNR {snr:.1f} dB, at least {_MIN_ATTENTION_SNR_DB:.0f} is required"
         return None
 
-    request = AttentionRequest.of(q, k, v, options, bias=None, sinks=None)
-    yield dataclasses.replace(request, device=torch_device), check
+    request = AttentionRequest.of(q, k, v, options, bias=None, sinks=sink)
+    return dataclasses.replace(request, device=torch_device), check
 
 
-def _attention64(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention with grouped heads, spelled out: q [batch, seq, heads, dim], k and v [batch, seq, groups, dim]."""
-    repeat = q.shape[2] // k.shape[2]
-    k, v = (tensor.repeat_interleave(repeat, dim=2) for tensor in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+def _on_device(options: AttentionOptions, device: torch.device) -> AttentionOptions:
+    packing, dropout = options.mask.packing, options.dropout
+    if packing is not None:
+        lengths = packing.cu_seqlens_q.to(device)
+        packing = Packing(cu_seqlens_q=lengths, cu_seqlens_k=lengths)
+    if dropout is not None:
+        dropout = dataclasses.replace(dropout, seed=dropout.seed.to(device))
+    return dataclasses.replace(options, mask=dataclasses.replace(options.mask, packing=packing), dropout=dropout)
+
+
+def _attention64(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None) -> Tensor:
+    """Attention with grouped heads, spelled out: q [batch, seq, heads, dim], k and v [batch, seq, groups, dim]."""
+    batch, tokens, heads, _ = q.shape
+    k, v = (tensor.repeat_interleave(heads // k.shape[2], dim=2) for tensor in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * options.scale
+    if options.softcap:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    places = torch.arange(tokens)
+    behind = places[:, None] - places
+    hidden = torch.zeros(tokens, tokens, dtype=torch.bool)
+    if options.mask.causal:
+        hidden |= behind < 0
+    if options.mask.window[0] >= 0:
+        hidden |= behind > options.mask.window[0]
+    if options.mask.packing is not None:
+        sequence = torch.bucketize(places, options.mask.packing.cu_seqlens_q[1:], right=True)
+        hidden |= sequence[:, None] != sequence
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        extra = sinks.double().view(1, -1, 1, 1).expand(batch, heads, tokens, 1)
+        probabilities = torch.cat((scores, extra), -1).softmax(-1)[..., :-1]
+    else:
+        probabilities = scores.softmax(-1)
+    dropout = options.dropout
+    if dropout is not None:
+        ranges: dict[str, Any] = {"batch": range(batch), "heads": range(heads), "queries": places, "keys": places}
+        kept = keep_mask(dropout.probability, int(dropout.seed), **ranges)
+        probabilities = probabilities * kept * dropout.scale
+    return torch.einsum("bhqk,bkhd->bqhd", probabilities, v)
 
 
 #: Op -> its cases on a device.

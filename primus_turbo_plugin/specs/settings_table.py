@@ -237,7 +237,7 @@ HONOURED: Mapping[str, str] = {
     "gated_linear_unit": "fc1 holds gate and up, sharded and checkpointed as Megatron's",
     "qk_layernorm": "norms of queries and keys; of MLA's latents",
     "qk_l2_norm": "Megatron's L2Norm",
-    "attention_dropout": "",
+    "attention_dropout": "the probability is; the positions are drawn by a counter, not as Megatron draws them",
     "softmax_scale": "",
     "apply_query_key_layer_scaling": "",
     "attention_softmax_in_fp32": "softmax is always computed in fp32",

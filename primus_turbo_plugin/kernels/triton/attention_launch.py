@@ -190,7 +190,7 @@ def dq_launch(
 
 
 def can_use_descriptors(*tensors: Tensor) -> bool:
-    """Whether tensor descriptors can read them in place: last dimension dense, everything else in steps of 16 bytes, none of 0."""
+    """Whether tensor descriptors can read them in place: last dimension dense, all others in steps of 16 bytes, none of 0."""
     return all(
         x.stride(-1) == 1
         and x.data_ptr() % 16 == 0
