@@ -17,13 +17,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+# NVLink multicast off, before NCCL is loaded: hosts whose fabric manager forbids it hang in it.
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import torch
 import torch.distributed as dist
@@ -129,8 +134,11 @@ def _rank_main(rank: int, options: argparse.Namespace, store: str) -> None:
                 if options.json:
                     with open(options.json, "a", encoding="utf-8") as file:
                         file.write(json.dumps(asdict(row)) + "\n")
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads abort a process that is taken down while a peer's socket closes
 
 
 def _machine(device: torch.device) -> str:

@@ -48,7 +48,9 @@ def test_dense_batches_equal_one_rank(rank_info: RankInfo) -> None:
     heads = 2 * world
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for name, mask in MASKS.items():
-            for groups in {1, 2, world, heads} if dtype is torch.float64 else {1, world}:
+            if dtype is not torch.float64 and name in ("causal window", "self"):
+                continue
+            for groups in {1, heads, *((2, world) if name in ("causal", "window") else ())}:
                 softcap = 1.5 if name in ("causal", "window") else 0.0
                 dropout = SOME if name in ("all", "long causal window") else None
                 sinks = torch.randn(heads, dtype=torch.float64).to(dtype)

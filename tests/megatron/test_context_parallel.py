@@ -57,21 +57,21 @@ def _equal_one(job: Job, size: int, runs: Iterator[dict[str, Any]]) -> None:
     ids=["window_sinks", "mla", "moe"],
 )
 def test_two_ranks_equal_one_for_every_kind_of_model(rank_info: RankInfo, model: dict[str, Any]) -> None:
-    job = Job(model=model, steps=4, seed=rank_info.seed)
+    job = Job(model=model, steps=3, seed=rank_info.seed)
     _equal_one(job, 2, iter([{"cp_comm_type": None}, {"cp_comm_type": "a2a"}]))
 
 
 @ranks(world_size=2, megatron=True)
 def test_two_ranks_equal_one_for_every_algorithm(rank_info: RankInfo) -> None:
     """Also under activation recompute, and with another algorithm in every layer."""
-    _equal_one(Job(steps=4, seed=rank_info.seed), 2, _shared_runs(two_levels=False))
+    _equal_one(Job(steps=3, seed=rank_info.seed), 2, _shared_runs(two_levels=False))
 
 
 @ranks(world_size=4, megatron=True)
 def test_four_ranks_equal_one_for_every_algorithm(rank_info: RankInfo) -> None:
     """Two groups of keys on four ranks: the all-to-all hands each to two of them."""
     _provide_hierarchical_groups()
-    _equal_one(Job(steps=3, seed=rank_info.seed), 4, _shared_runs(two_levels=True))
+    _equal_one(Job(steps=2, seed=rank_info.seed), 4, _shared_runs(two_levels=True))
 
 
 @ranks(world_size=4, megatron=True)
