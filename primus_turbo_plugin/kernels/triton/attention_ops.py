@@ -69,16 +69,16 @@ def _backward(
         dkdv_on_hopper = on_hopper and hopper.applies(described, q, k, v, dout, tail=False) and q.shape[1] % 4 == 0
         splits = _splits(q, k, hopper.KEYS if dkdv_on_hopper else tiles.dkdv.block_n)
         parts_k, parts_v = _parts(dk, splits), _parts(dv, splits)
-        shared: tuple[Any, ...] = (lse2, row_delta, described)
+        shared = (lse2, row_delta, described)
         ways: dict[str, Any] = {"tma": tma, "both_ways": both_ways}
         if dkdv_on_hopper:
             hopper.dkdv_launch(q, k, v, dout, parts_k, parts_v, *shared).run()
         else:
-            launch.dkdv_launch(q, k, v, dout, parts_k, parts_v, *shared, tiles.dkdv, **ways).run()
+            launch.dkdv_launch(q, k, v, dout, parts_k, parts_v, *shared, tile=tiles.dkdv, **ways).run()
         if on_hopper:
             hopper.dq_launch(q, k, v, dout, dq, *shared).run()
         else:
-            launch.dq_launch(q, k, v, dout, dq, *shared, tiles.dq, **ways).run()
+            launch.dq_launch(q, k, v, dout, dq, *shared, tile=tiles.dq, **ways).run()
     if splits > 1:
         dk.copy_(parts_k.sum(0))
         dv.copy_(parts_v.sum(0))

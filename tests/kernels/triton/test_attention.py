@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from primus_turbo_plugin.functional.attention import attention as functional_attention
 from primus_turbo_plugin.kernels.attention import AttentionMask, AttentionOptions, AttentionRequest, Dropout
 from primus_turbo_plugin.kernels.registry import default_registry
 from primus_turbo_plugin.kernels.triton import attention, attention_ops
@@ -133,6 +134,32 @@ def test_the_operators_pass_opcheck(rng: torch.Generator) -> None:
     lse = attention_ops.attention_fwd(q, k, v, out, *fields)
     arguments = (dout, q, k, v, out, lse, None, None, torch.float32, *fields)
     torch.library.opcheck(attention_ops.attention_bwd, arguments, test_utils=tests)
+
+
+@needs_gpu
+def test_compiled_calls_give_the_same_bits(rng: torch.Generator) -> None:
+    """The operator in one graph; the differentiable function with a break where the backend is chosen."""
+    problem = make(CASES["window"], rng, "cuda")
+    q, k, v, dout = problem.tensors
+    fields = attention._fields(problem.options, None)
+
+    def operator(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q)
+        return out, attention_ops.attention_fwd(q, k, v, out, *fields)
+
+    for eager, compiled in zip(
+        operator(q, k, v), torch.compile(operator, backend="aot_eager", fullgraph=True)(q, k, v)
+    ):
+        assert torch.equal(eager, compiled)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional_attention(2 * q, k, v, layout="bshd", mask=problem.options.mask) * 3
+
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    eager_out, compiled_out = function(*leaves), torch.compile(function, backend="aot_eager")(*leaves)
+    assert torch.equal(eager_out, compiled_out)
+    for mine, theirs in zip(*(torch.autograd.grad(out, leaves, dout) for out in (eager_out, compiled_out))):
+        assert torch.equal(mine, theirs)
 
 
 @needs_gpu
