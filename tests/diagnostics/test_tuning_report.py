@@ -36,7 +36,7 @@ def entry(rows: int = 512, **changes: Any) -> Entry:
         arch="gfx950", compute_units=256, rows=rows, cols=512, contraction=512, a=operand, b=operand, out="bf16"
     )
     measured = Entry(
-        op="gemm_nt", versions=TUNABLE.versions, key=encode(key), config=encode(default_config(key)), source="measured",
+        op="triton.gemm_nt", versions=TUNABLE.versions, key=encode(key), config=encode(default_config(key)), source="measured",
         device="AMD Instinct MI355X", us=10.0, default_us=11.0, date="2026-12-01",
     )  # fmt: skip
     return replace(measured, **changes)
@@ -64,7 +64,7 @@ def test_the_startup_report_has_them_and_names_entries_that_do_not_apply(tmp_pat
     text = startup_report([], resolved=resolved, device=device("gfx950"), memory=[("all layers", "less")])
     words = " ".join(text.split())
     assert f"{path} 1 measured" in words
-    assert "1 entries are not used: they are for gemm_nt with torch" in words
+    assert "1 entries are not used: they are for triton.gemm_nt with torch" in words
     assert "kept for backward by linears (predicted) all layers less" in words
 
 

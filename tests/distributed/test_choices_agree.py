@@ -105,7 +105,7 @@ def _tuning_file(path: Path) -> str:
         b=OperandKey(element="bf16"), out="bf16",
     )  # fmt: skip
     entry = Entry(
-        op="gemm_nt", versions=TUNABLE.versions, key=encode(key), config=encode(default_config(key)), source="measured",
+        op="triton.gemm_nt", versions=TUNABLE.versions, key=encode(key), config=encode(default_config(key)), source="measured",
         device="H200", us=1.0, default_us=1.0, date="2026-12-01",
     )  # fmt: skip
     write_entries(path, [entry])

@@ -160,7 +160,7 @@ def _list(text: str) -> list[str]:
 
 
 def _tunable() -> Tunable[Any, Any]:
-    return tunables()["gemm_nt"]
+    return tunables()["triton.gemm_nt"]
 
 
 def _dry_run(args: argparse.Namespace, tasks: Sequence[GemmTask], device: Device, table: TuningTable) -> int:

@@ -8,7 +8,7 @@ from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey
 from primus_turbo_plugin.kernels.tuning.tunable import Tunable
 
 TUNABLE = Tunable(
-    op="gemm_nt",
+    op="triton.gemm_nt",
     version=1,
     key_type=GemmKey,
     config_type=GemmConfig,

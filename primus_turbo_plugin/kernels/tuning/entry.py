@@ -49,7 +49,7 @@ class Entry:
     """The configuration of one case, and how it was come by.
 
     Attributes:
-        op: The op, `gemm_nt`.
+        op: Backend and op, `triton.gemm_nt`.
         versions: Of what was measured.
         key: Every argument that changes code or choice; holds the architecture as `arch`.
         config: The configuration's fields.

@@ -25,7 +25,7 @@ class Tunable(Generic[K, C]):
     """A kernel with a choice of configurations.
 
     Attributes:
-        op: Name of the op.
+        op: Backend and op, `triton.gemm_nt`.
         version: Goes up whenever the kernel's code or the meaning of a configuration changes: older entries then stop applying.
         key_type: Frozen dataclass of everything that changes code or choice, `arch` among it.
         config_type: Frozen dataclass of a configuration.
