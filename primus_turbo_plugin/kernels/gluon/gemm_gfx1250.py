@@ -18,7 +18,7 @@ import torch
 
 from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt, common_length
-from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import GemmPlan, Tile, choose_tile, fitted
+from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import GemmPlan, Tile, choose_tile, fitted, pieces
 from primus_turbo_plugin.kernels.requests import GemmRequest
 from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
@@ -205,16 +205,16 @@ def _source(operand: Operand) -> _Source:
 
 def _plan(
     a: _Source, b: _Source, y: torch.Tensor, rows: int, groups: int, grouped: str, accumulate: bool, programs: int,
-    length: int | None, ablation: Ablation, tile: Tile | None,
+    length: int | None, ablation: Ablation, tile: Tile | None, bias: bool,
 ) -> GemmPlan:  # fmt: skip
     tile = tile or choose_tile(a.element, b.element, rows, y.shape[-1], groups, programs)
     plan = GemmPlan(
         A=a.element, B=b.element, A_K=a.k_inner, B_K=b.k_inner, MX=a.is_mx,
         ROW_SCALE=not a.is_mx and a.scale is not None, ACCUMULATE=accumulate, GROUPED=grouped, GROUPS=groups,
-        GROUPS_POW2=1 << (groups - 1).bit_length(), TDM=ablation.tdm, TRANSPOSE_LOAD=ablation.transpose_load,
+        PIECES=pieces(tile.BM), TDM=ablation.tdm, TRANSPOSE_LOAD=ablation.transpose_load,
         **{name: value for name, value in tile._asdict().items() if name != "share"},
     )  # fmt: skip
-    plan = fitted(plan, y.element_size())
+    plan = fitted(plan, y.element_size(), vectors=bias or plan.ROW_SCALE)
     even = length is not None and length % plan.BK == 0 and length >= plan.STAGES * plan.BK
     return plan._replace(EVEN_K=not ablation.tdm and even)
 
@@ -266,7 +266,7 @@ def gemm_call(
     """
     left, right = _source(a), _source(b)
     rows, cols, length = a.shape[0], b.shape[0], _length(a, b, left)
-    plan = _plan(left, right, y, rows, 1, "none", accumulate, programs, length, ablation, tile)
+    plan = _plan(left, right, y, rows, 1, "none", accumulate, programs, length, ablation, tile, bias is not None)
     if not ablation.tdm:
         _check_aligned(left, right, rows, cols, length)
     tiles = -(-rows // plan.BM) * -(-cols // plan.BN)
@@ -295,7 +295,7 @@ def grouped_call(
         )
     length = a.shape[1] if isinstance(a, torch.Tensor) else _length(a, b, left)
     average = -(-rows // groups)
-    plan = _plan(left, right, y, average, groups, "rows", False, programs, None, Ablation(), tile)
+    plan = _plan(left, right, y, average, groups, "rows", False, programs, None, Ablation(), tile, bias is not None)
     table = row_tiles(offsets, plan.BM, rows)
     tiles = (table.numel() - groups - 1) * -(-cols // plan.BN)
     plain = isinstance(b, torch.Tensor)
@@ -327,7 +327,7 @@ def depth_call(
             f"b {list(b.shape)}, out {list(out.shape)}."
         )
     rows, cols = out.shape[1:]
-    plan = _plan(left, right, out, rows, groups, "depth", accumulate, programs, None, Ablation(), tile)
+    plan = _plan(left, right, out, rows, groups, "depth", accumulate, programs, None, Ablation(), tile, False)
     tiles = -(-rows // plan.BM) * -(-cols // plan.BN) * groups
     sizes = {"M": rows, "N": cols, "K": a.shape[1]}
     return _call(left, right, out, None, offsets, sizes, plan, tiles, programs, {"stride_cg": out.stride(0)})

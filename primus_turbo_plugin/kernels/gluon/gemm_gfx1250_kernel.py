@@ -43,10 +43,39 @@ def codes(element):
 
 
 @gluon.constexpr_function
+def num_pieces(P):
+    return len(P.PIECES)
+
+
+@gluon.constexpr_function
+def piece_rows(P, i):
+    return P.PIECES[i]
+
+
+@gluon.constexpr_function
+def piece_start(P, i):
+    return sum(P.PIECES[:i])
+
+
+@gluon.constexpr_function
+def piece_of(P, row):
+    """Piece of a's tile that holds a row."""
+    i = 0
+    while row >= sum(P.PIECES[: i + 1]):
+        i += 1
+    return i
+
+
+@gluon.constexpr_function
 def transfers(P):
-    """Transfers of a stage, as each wave counts them."""
-    pieces = P.BM // P.PIECE + 1
-    return pieces * (2 if P.MX else 1)
+    """As `gemm_gfx1250_plan.transfers`."""
+    return len(P.PIECES) + 1 + (2 if P.MX else 0)
+
+
+@gluon.constexpr_function
+def a_scale_rows(P):
+    """As `gemm_gfx1250_plan.scale_rows`."""
+    return 1 << (P.BM - 1).bit_length()
 
 
 @gluon.constexpr_function
@@ -132,20 +161,19 @@ def _fetch_stage(A, B, source, k, slot, P: gl.constexpr):
     """Start all transfers of one stage."""
     a_ptr, a_scale, stride_a, stride_sa, a_tiles, a_scales = A
     b_ptr, b_scale, stride_b, stride_sb, _, _, _, b_tiles, b_scales = B
-    PIECES: gl.constexpr = P.BM // P.PIECE
+    PIECES: gl.constexpr = num_pieces(P)
     A_CODES: gl.constexpr = codes(P.A)
     B_CODES: gl.constexpr = codes(P.B)
     rows, columns, depth = source[2], source[3], source[4]
     for i in gl.static_range(PIECES):
-        _fetch(a_ptr, source[0], rows, depth // A_CODES, stride_a, i * P.PIECE, k // A_CODES, a_tiles[i].index(slot),
-               P.PIECE, P.BK // A_CODES, P.A_K, P)  # fmt: skip
+        _fetch(a_ptr, source[0], rows, depth // A_CODES, stride_a, piece_start(P, i), k // A_CODES, a_tiles[i].index(slot),
+               piece_rows(P, i), P.BK // A_CODES, P.A_K, P)  # fmt: skip
     _fetch(b_ptr, source[1], columns, depth // B_CODES, stride_b, 0, k // B_CODES, b_tiles.index(slot), P.BN,
            P.BK // B_CODES, P.B_K, P)  # fmt: skip
     if P.MX:
         BLOCKS: gl.constexpr = P.BK // SCALE_BLOCK
-        for i in gl.static_range(PIECES):
-            _fetch(a_scale, source[5], rows, depth // SCALE_BLOCK, stride_sa, i * P.PIECE, k // SCALE_BLOCK,
-                   a_scales[i].index(slot), P.PIECE, BLOCKS, True, P)  # fmt: skip
+        _fetch(a_scale, source[5], rows, depth // SCALE_BLOCK, stride_sa, 0, k // SCALE_BLOCK, a_scales.index(slot),
+               a_scale_rows(P), BLOCKS, True, P)  # fmt: skip
         _fetch(b_scale, source[6], columns, depth // SCALE_BLOCK, stride_sb, 0, k // SCALE_BLOCK, b_scales.index(slot), P.BN,
                BLOCKS, True, P)  # fmt: skip
     if not P.TDM:
@@ -195,13 +223,13 @@ def _left(A, slot, i: gl.constexpr, s: gl.constexpr, P: gl.constexpr):
     """Slab i, step s of a's stage: fragment and scales."""
     DEPTH: gl.constexpr = wmma_depth(P) // codes(P.A)
     left: gl.constexpr = wmma_layouts(P)[1]
-    piece: gl.constexpr = i * P.SLAB // P.PIECE
-    row: gl.constexpr = i * P.SLAB % P.PIECE
+    piece: gl.constexpr = piece_of(P, i * P.SLAB)
+    row: gl.constexpr = i * P.SLAB - piece_start(P, piece)
     x = _fragment(A[4][piece].index(slot), row, s * DEPTH, P.SLAB, DEPTH, P.A_K, left, P.TRANSPOSE_LOAD)
     if P.MX:
         blocks: gl.constexpr = wmma_depth(P) // SCALE_BLOCK
         layout: gl.constexpr = cdna5.get_wmma_scale_layout(left, [P.SLAB, blocks])
-        scale = _read(A[5][piece].index(slot).slice(row, P.SLAB, 0).slice(s * blocks, blocks, 1), layout)
+        scale = _read(A[5].index(slot).slice(i * P.SLAB, P.SLAB, 0).slice(s * blocks, blocks, 1), layout)
         result = (x, scale)
     else:
         result = (x,)
@@ -342,6 +370,15 @@ def _store_tile(acc, C, place, N, a_scale, b_scale, bias_ptr, stride_sa, stride_
 
 
 @gluon.jit
+def _piece_in_lds(a_ptr, i: gl.constexpr, P: gl.constexpr):
+    """LDS of all stages of one piece of a."""
+    ROWS: gl.constexpr = piece_rows(P, i)
+    DEPTH: gl.constexpr = P.BK // codes(P.A)
+    layout: gl.constexpr = operand_layout(P.A, ROWS, DEPTH, P.A_K)
+    return gl.allocate_shared_memory(a_ptr.dtype.element_ty, shared_shape(P.STAGES, ROWS, DEPTH, P.A_K), layout)
+
+
+@gluon.jit
 def gemm_gfx1250_kernel(
     a_ptr, a_scale, b_ptr, b_scale, bias_ptr, c_ptr, offsets_ptr, tiles_ptr, M, N, K,
     stride_a, stride_sa, stride_b, stride_sb, stride_bg, stride_sbg, stride_c, stride_cg,
@@ -361,25 +398,18 @@ def gemm_gfx1250_kernel(
     """
     SLABS: gl.constexpr = P.BM // P.SLAB
     STEPS: gl.constexpr = P.BK // wmma_depth(P)
-    PIECES: gl.constexpr = P.BM // P.PIECE
-    A_DEPTH: gl.constexpr = P.BK // codes(P.A)
     B_DEPTH: gl.constexpr = P.BK // codes(P.B)
-    a_layout: gl.constexpr = operand_layout(P.A, P.PIECE, A_DEPTH, P.A_K)
     b_layout: gl.constexpr = operand_layout(P.B, P.BN, B_DEPTH, P.B_K)
     c_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    a_shape: gl.constexpr = shared_shape(P.STAGES, P.PIECE, A_DEPTH, P.A_K)
     b_shape: gl.constexpr = shared_shape(P.STAGES, P.BN, B_DEPTH, P.B_K)
     a_tiles = ()
-    a_scales = ()
-    for _ in gl.static_range(PIECES):
-        a_tiles = a_tiles + (gl.allocate_shared_memory(a_ptr.dtype.element_ty, a_shape, a_layout),)
-        if P.MX:
-            a_scales = a_scales + (
-                gl.allocate_shared_memory(gl.uint8, [P.STAGES, P.PIECE, P.BK // SCALE_BLOCK], scale_layout()),
-            )
+    for i in gl.static_range(num_pieces(P)):
+        a_tiles = a_tiles + (_piece_in_lds(a_ptr, i, P),)
     b_tiles = gl.allocate_shared_memory(b_ptr.dtype.element_ty, b_shape, b_layout)
+    a_scales = b_tiles
     b_scales = b_tiles
     if P.MX:
+        a_scales = gl.allocate_shared_memory(gl.uint8, [P.STAGES, a_scale_rows(P), P.BK // SCALE_BLOCK], scale_layout())
         b_scales = gl.allocate_shared_memory(gl.uint8, [P.STAGES, P.BN, P.BK // SCALE_BLOCK], scale_layout())
     staging = gl.allocate_shared_memory(c_ptr.dtype.element_ty, [P.STAGING, P.SLAB, P.BN], c_layout)
     A = (a_ptr, a_scale, stride_a, stride_sa, a_tiles, a_scales)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 LDS_BYTES = 320 * 1024
 """LDS of one work-group, all of a compute unit's."""
 SCRATCH_BYTES = 1536
-"""Kept for what the compiler puts into LDS itself: epilogue vectors that change layout."""
+"""Kept, where there is a bias or scales of rows, for what the compiler puts into LDS itself: these vectors change layout."""
 _PAD_BYTES = 16
 
 
@@ -23,10 +23,9 @@ class GemmPlan(NamedTuple):
         GROUPED: `none`; `rows`: groups are stretches of a's rows, each with its own b; `depth`: stretches of the contraction,
             each with its own output.
         GROUPS: Number of groups.
-        GROUPS_POW2: The next power of two.
-        BM, BN, BK: Tile; BM may be a sum of pieces.
-        PIECE: Rows of a one transfer moves, a power of two that divides BM.
-        SLAB: Rows of one accumulator, a power of two that divides PIECE.
+        BM, BN, BK: Tile; BN and BK are powers of two, BM a sum of two or fewer.
+        PIECES: `pieces(BM)`: rows of a that one transfer each moves.
+        SLAB: Rows of one accumulator, a power of two that divides every piece.
         STAGES: Tiles of the contraction in LDS.
         STAGING: Slabs of the output in LDS.
         TDM: Tiles by the tensor data mover; off (ablation), by pointer copies.
@@ -43,11 +42,10 @@ class GemmPlan(NamedTuple):
     ACCUMULATE: bool = False
     GROUPED: str = "none"
     GROUPS: int = 1
-    GROUPS_POW2: int = 1
     BM: int = 256
     BN: int = 256
     BK: int = 64
-    PIECE: int = 256
+    PIECES: tuple[int, ...] = (256,)
     SLAB: int = 64
     STAGES: int = 3
     STAGING: int = 2
@@ -62,21 +60,38 @@ class Tile(NamedTuple):
     BM: int
     BN: int
     BK: int
-    PIECE: int
     SLAB: int
     STAGES: int
     share: float
 
 
-_SIXTEEN_BITS = (Tile(256, 256, 64, 256, 64, 3, 1.0), Tile(128, 128, 64, 128, 64, 4, 1.0))
-_EIGHT_BITS = (Tile(256, 256, 128, 256, 32, 3, 0.95), Tile(128, 128, 128, 128, 64, 4, 0.49))
+def pieces(rows: int) -> tuple[int, ...]:
+    """Rows as powers of two, largest first: what one transfer each moves."""
+    return tuple(1 << bit for bit in reversed(range(rows.bit_length())) if rows >> bit & 1)
+
+
+def scale_rows(rows: int) -> int:
+    """Rows of scales a transfer moves: all of a tile's, and some of the next one's where that is no power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
+def transfers(plan: GemmPlan) -> int:
+    """Transfers of a stage, as each wave counts them.
+
+    Few, because Triton 3.9 holds the next one back while ten are outstanding.
+    """
+    return len(plan.PIECES) + 1 + (2 if plan.MX else 0)
+
+
+_SIXTEEN_BITS = (Tile(256, 256, 64, 64, 3, 1.0), Tile(128, 128, 64, 64, 4, 1.0))
+_EIGHT_BITS = (Tile(256, 256, 128, 32, 3, 0.95), Tile(128, 128, 128, 64, 4, 0.49))
 """With slabs of 64 rows, Triton 3.9 spills 40 registers."""
 _FOUR_BITS = (
-    Tile(384, 256, 256, 128, 64, 3, 1.0),
-    Tile(256, 256, 256, 256, 64, 3, 0.91),
-    Tile(128, 128, 256, 128, 64, 4, 0.46),
+    Tile(384, 256, 256, 32, 3, 1.0),
+    Tile(256, 256, 256, 64, 3, 0.91),
+    Tile(128, 128, 256, 64, 4, 0.46),
 )
-_MIXED_BITS = (Tile(256, 256, 128, 256, 64, 3, 1.0), Tile(128, 128, 128, 128, 64, 4, 0.62))
+_MIXED_BITS = (Tile(256, 256, 128, 64, 3, 1.0), Tile(128, 128, 128, 64, 4, 0.62))
 
 
 def tiles_for(a: str, b: str) -> tuple[Tile, ...]:
@@ -106,24 +121,26 @@ def choose_tile(a: str, b: str, rows: int, cols: int, groups: int, programs: int
 def lds_bytes(plan: GemmPlan, out_bytes: int) -> int:
     """LDS a plan allocates: stages of both operands (16 bytes of padding a row), their scales, slabs of the output."""
     total = plan.STAGING * plan.SLAB * plan.BN * out_bytes
-    for element, rows, pieces, k_inner in (
-        (plan.A, plan.PIECE, plan.BM // plan.PIECE, plan.A_K),
-        (plan.B, plan.BN, 1, plan.B_K),
-    ):
+    for element, rows, k_inner in ((plan.A, plan.BM, plan.A_K), (plan.B, plan.BN, plan.B_K)):
         item = 2 if element in ("bf16", "fp16") else 1
         depth = plan.BK // (2 if element == "e2m1" else 1)
-        outer, inner = (rows, depth) if k_inner else (depth, rows)
-        stage = outer * (inner * item + _PAD_BYTES)
-        total += plan.STAGES * pieces * (stage + (rows * plan.BK // 32 if plan.MX else 0))
+        for piece in pieces(rows):
+            outer, inner = (piece, depth) if k_inner else (depth, piece)
+            total += plan.STAGES * outer * (inner * item + _PAD_BYTES)
+        total += plan.STAGES * scale_rows(rows) * plan.BK // 32 if plan.MX else 0
     return total
 
 
-def fitted(plan: GemmPlan, out_bytes: int) -> GemmPlan:
-    """The plan with as much staging as LDS holds, in smaller slabs if need be; stages are given up last."""
-    slab = plan.SLAB
+def fitted(plan: GemmPlan, out_bytes: int, *, vectors: bool) -> GemmPlan:
+    """The plan with as much staging as LDS holds, in smaller slabs if need be; stages are given up last.
+
+    Args:
+        vectors: There is a bias, or there are scales of rows.
+    """
+    slab, room = plan.SLAB, LDS_BYTES - (SCRATCH_BYTES if vectors else 0)
     for stages in range(plan.STAGES, 1, -1):
-        for rows, staging in ((slab, 2), (slab, 1), (slab // 2, 1)):
+        for rows, staging in ((slab, 2), (slab, 1), (max(slab // 2, 32), 2), (max(slab // 2, 32), 1)):
             trial = plan._replace(SLAB=rows, STAGING=staging, STAGES=stages)
-            if lds_bytes(trial, out_bytes) + SCRATCH_BYTES <= LDS_BYTES:
+            if lds_bytes(trial, out_bytes) <= room:
                 return trial
     raise AssertionError(f"no two stages of {plan} fit LDS")

@@ -92,8 +92,8 @@ def rows_place(tile, total, offsets_ptr, tiles_ptr, N, K, P: gl.constexpr):
     i, j = _walk(tile, tiles_m, gl.cdiv(N, P.BN))
     i = uniform(gl.minimum(i, gl.maximum(tiles_m, 1) - 1))
     group = gl.minimum(gl.load(tiles_ptr + P.GROUPS + 1 + i), P.GROUPS - 1)
-    first = gl.load(offsets_ptr + group)
-    rows = gl.where(tile < total, gl.load(offsets_ptr + group + 1) - first, 0)
+    first = gl.load(offsets_ptr + group).to(gl.int32)
+    rows = gl.where(tile < total, gl.load(offsets_ptr + group + 1).to(gl.int32) - first, 0)
     return (
         uniform(group),
         uniform(first),
@@ -111,8 +111,8 @@ def depth_place(tile, total, offsets_ptr, M, N, P: gl.constexpr):
     tiles_m = gl.cdiv(M, P.BM)
     per_group = tiles_m * gl.cdiv(N, P.BN)
     group = gl.minimum(tile // per_group, P.GROUPS - 1)
-    start = gl.load(offsets_ptr + group)
-    depth = gl.load(offsets_ptr + group + 1) - start
+    start = gl.load(offsets_ptr + group).to(gl.int32)
+    depth = gl.load(offsets_ptr + group + 1).to(gl.int32) - start
     inside = tile % per_group
     rows = gl.where(tile < total, M, 0)
     m, n = inside % tiles_m * P.BM, inside // tiles_m * P.BN

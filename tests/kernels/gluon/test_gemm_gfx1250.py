@@ -15,6 +15,7 @@ from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import (
     choose_tile,
     fitted,
     lds_bytes,
+    pieces,
     tiles_for,
 )
 from primus_turbo_plugin.kernels.reference.quantize import quantize
@@ -74,13 +75,24 @@ ELEMENTS = [("bf16", "bf16"), ("e4m3", "e5m2"), ("e2m1", "e2m1"), ("e4m3", "e2m1
 @pytest.mark.parametrize(("a", "b"), ELEMENTS)
 @pytest.mark.parametrize("out_bytes", [2, 4])
 @pytest.mark.parametrize("k_inner", [True, False])
-def test_every_tile_fits_lds_with_at_least_two_stages(a: str, b: str, out_bytes: int, k_inner: bool) -> None:
+@pytest.mark.parametrize("vectors", [True, False])
+def test_every_tile_fits_lds_with_at_least_two_stages(
+    a: str, b: str, out_bytes: int, k_inner: bool, vectors: bool
+) -> None:
     for tile in tiles_for(a, b):
         fields = {name: value for name, value in tile._asdict().items() if name != "share"}
-        plan = fitted(GemmPlan(A=a, B=b, A_K=k_inner, B_K=k_inner, MX=a not in ("bf16", "fp16"), **fields), out_bytes)
-        assert lds_bytes(plan, out_bytes) + SCRATCH_BYTES <= LDS_BYTES
+        plan = fitted(
+            GemmPlan(
+                A=a, B=b, A_K=k_inner, B_K=k_inner, PIECES=pieces(tile.BM), MX=a not in ("bf16", "fp16"), **fields
+            ),
+            out_bytes,
+            vectors=vectors,
+        )
+        assert lds_bytes(plan, out_bytes) + SCRATCH_BYTES * vectors <= LDS_BYTES
         assert plan.STAGES >= 2
-        assert plan.BM % plan.PIECE == plan.PIECE % plan.SLAB == 0
+        assert plan.BM % plan.SLAB == 0
+        assert sum(pieces(plan.BM)) == plan.BM
+        assert all(piece % plan.SLAB == 0 for piece in pieces(plan.BM))
         assert plan.SLAB >= 32, "two waves of 16 rows"
 
 

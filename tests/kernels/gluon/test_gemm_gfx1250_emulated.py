@@ -23,7 +23,7 @@ from primus_turbo_plugin import amdgcn
 from primus_turbo_plugin.amdgcn.faults import EmulationError, MissingWaitError, OutOfBoundsError, RaceError
 from primus_turbo_plugin.amdgcn.report.loops import hot_loop
 from primus_turbo_plugin.amdgcn.targets import KernelTarget
-from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import lds_bytes, tiles_for
+from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import lds_bytes, tiles_for, transfers
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_targets import isa_targets, plain, quantized, values
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from tests.support import seeds
@@ -70,8 +70,10 @@ def test_the_loop_waits_for_one_stage_and_leaves_the_others_in_flight(name: str)
     plan, loop = target.constants["P"], hot_loop(target.compile(ARCH).program)
     assert loop is not None
     waits = [item.text for item in loop.instructions if item.opcode == "s_wait_tensorcnt"]
-    pieces = plan.BM // plan.PIECE + 1
-    assert waits == [f"s_wait_tensorcnt {(plan.STAGES - 2) * pieces * (2 if plan.MX else 1):#x}"]
+    # Triton 3.9 also waits for ten outstanding transfers before each further one.
+    assert [text for text in waits if text != "s_wait_tensorcnt 0xa"] == [
+        f"s_wait_tensorcnt {(plan.STAGES - 2) * transfers(plan):#x}"
+    ]
 
 
 def run(call: gemm_gfx1250.KernelCall) -> torch.Tensor:
