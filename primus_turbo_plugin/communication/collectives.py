@@ -19,6 +19,7 @@ from typing import Generic, TypeAlias, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from primus_turbo_plugin.communication.tracing import Span, library_span
 from primus_turbo_plugin.errors import ShapeError
 
 Group: TypeAlias = dist.ProcessGroup
@@ -35,18 +36,24 @@ class Pending(Generic[T]):
     Args:
         finish: Gives the result once the transfers are done. It holds whatever they read, which keeps that alive until then.
         works: The transfers in flight.
+        span: Of a trace, to be ended with them.
     """
 
-    __slots__ = ("_finish", "_works")
+    __slots__ = ("_finish", "_span", "_works")
 
-    def __init__(self, finish: Callable[[], T], *works: dist.Work) -> None:
+    def __init__(self, finish: Callable[[], T], *works: dist.Work, span: Span | None = None) -> None:
         self._finish = finish
         self._works = works
+        self._span = span
 
     def wait(self) -> T:
         """The result. On a GPU the current stream waits, not the host. To be called once."""
+        if self._span is not None:
+            self._span.caller_computed()
         for work in self._works:
             work.wait()
+        if self._span is not None:
+            self._span.end()
         return self._finish()
 
 
@@ -78,7 +85,8 @@ def all_gather(x: Tensor, group: Group | None) -> Pending[Tensor]:
         return ready(gathered)
     source = x.contiguous()
     work = _all_gather(gathered, source, group=group, async_op=True)
-    return Pending(lambda source=source: gathered, work)  # type: ignore[misc]
+    span = library_span("all_gather", source, group)  # type: ignore[arg-type]
+    return Pending(lambda source=source: gathered, work, span=span)  # type: ignore[misc]
 
 
 def all_gather_last_dim(x: Tensor, group: Group | None) -> Pending[Tensor]:
@@ -124,7 +132,8 @@ def reduce_scatter(x: Tensor, group: Group | None) -> Pending[Tensor]:
         return ready(share)
     source = x.contiguous()
     work = _reduce_scatter(share, source, group=group, async_op=True)
-    return Pending(lambda source=source: share, work)  # type: ignore[misc]
+    span = library_span("reduce_scatter", source, group)  # type: ignore[arg-type]
+    return Pending(lambda source=source: share, work, span=span)  # type: ignore[misc]
 
 
 def all_reduce(x: Tensor, group: Group | None) -> Pending[Tensor]:
@@ -140,4 +149,5 @@ def all_reduce(x: Tensor, group: Group | None) -> Pending[Tensor]:
     if group_size(group) == 1 or x.numel() == 0:
         return ready(x)
     total = x.contiguous()
-    return Pending(lambda: total, dist.all_reduce(total, group=group, async_op=True))
+    work = dist.all_reduce(total, group=group, async_op=True)
+    return Pending(lambda: total, work, span=library_span("all_reduce", total, group))  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ counts as compute too. `primus-turbo trace` turns on tracing through the environ
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from primus_turbo_plugin.communication.schedules.program import COMPUTE
@@ -93,6 +96,11 @@ class Span:
             self._callers.end = self.clock.mark(COMPUTE)
             self.pieces.append(self._callers)
 
+    def sends(self, nbytes: int) -> None:
+        """What a library is given to send."""
+        assert self._whole is not None
+        self._whole.nbytes = nbytes
+
     def end(self) -> None:
         """The collective's result may be used."""
         assert self._whole is not None
@@ -137,8 +145,6 @@ class Tracer:
 
     def write(self) -> None:
         """One JSON file of this rank: a list of collectives with their pieces."""
-        import torch
-
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -159,6 +165,67 @@ class Tracer:
         content = json.dumps({"rank": rank, "steps": [self.first, self.last], "collectives": collectives})
         (self.folder / f"rank{rank}.json").write_text(content, encoding="utf-8")
         self._spans.clear()
+
+
+class StreamClock:
+    """Marks on the streams of a GPU, tied to the wall clock once.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._first = torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        self._first.record()
+        self._first.synchronize()
+        self._epoch_ms = time.time() * 1e3
+
+    def mark(self, stream: torch.cuda.Stream) -> Mark:
+        """When everything issued on the stream so far was done."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return lambda: self._epoch_ms + self._first.elapsed_time(event)
+
+
+@functools.cache
+def stream_clock(device: torch.device) -> StreamClock:
+    """The device's clock."""
+    return StreamClock(device)
+
+
+@dataclass(frozen=True, slots=True)
+class _LibraryFacts:
+    name: str
+    engine: str
+    one_sided: bool = False
+
+
+class _LibraryClock:
+    """Marks of a collective of the process group's library, as far as the caller's stream or thread sees it."""
+
+    def __init__(self, backend: str, device: torch.device) -> None:
+        self._device = device
+        moves = "compute units" if device.type == "cuda" else "cpu threads"
+        self.capabilities = _LibraryFacts(name=backend, engine=moves)
+
+    def mark(self, lane: int) -> Mark:
+        if self._device.type == "cuda":
+            return stream_clock(self._device).mark(torch.cuda.current_stream(self._device))
+        return host_mark()
+
+
+def library_span(what: str, x: Tensor, group: dist.ProcessGroup) -> Span | None:
+    """A collective of the group's library begins, and the caller computes until it waits; None where nothing is traced."""
+    tracer = current_tracer()
+    if tracer is None or not tracer.is_on:
+        return None
+    shape = "x".join(map(str, x.shape))
+    span = tracer.begin(f"{what} {shape}", _LibraryClock(dist.get_backend(group), x.device))
+    if span is not None:
+        span.sends(x.nbytes)
+        span.caller_computes()
+    return span
 
 
 def host_mark() -> Mark:

@@ -70,3 +70,29 @@ def test_the_variable_is_read(value: str, expected: tuple[str, int, int]) -> Non
 def test_a_malformed_variable_is_named(value: str) -> None:
     with pytest.raises(ConfigError, match="PRIMUS_TURBO_TRACE="):
         parse_value(value)
+
+
+@ranks(world_size=2)
+def test_collectives_of_the_library_are_traced_too(rank_info: RankInfo, tmp_path: Path) -> None:
+    """So that a run without overlap shows what there is to hide."""
+    from primus_turbo_plugin.communication import tracing
+    from primus_turbo_plugin.communication.collectives import all_gather, all_reduce, reduce_scatter
+
+    group = torch.distributed.group.WORLD
+    all_gather(torch.ones(4, 2), group).wait()  # before there is a tracer
+    tracing.trace_from_now_on(f"{tmp_path}:1")
+    tracing.trace_from_now_on("elsewhere")  # the first counts
+    pending = reduce_scatter(torch.ones(4, 2), group)
+    time.sleep(0.02)
+    pending.wait()
+    all_gather(torch.ones(3, 2), group).wait()
+    all_reduce(torch.ones(5), group).wait()
+    tracer = tracing.current_tracer()
+    assert tracer is not None
+    tracer.write()
+    torch.distributed.barrier()
+    found = {row.name: row for row in rows(read_ranks(tmp_path))}
+    assert set(found) == {"reduce_scatter 4x2", "all_gather 3x2", "all_reduce 5"}
+    assert found["reduce_scatter 4x2"].hidden > 0.5
+    assert found["all_gather 3x2"].nbytes == 24
+    assert {row.transport for row in found.values()} == {"gloo"}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from primus_turbo_plugin.communication.collectives import Group
 from primus_turbo_plugin.communication.schedules.program import Put
+from primus_turbo_plugin.communication.tracing import Mark, host_mark, stream_clock
 from primus_turbo_plugin.communication.transports.base import Arena, Capabilities, Expected, Transport, as_bytes
 from primus_turbo_plugin.errors import UnsupportedError
 
@@ -121,6 +122,11 @@ class ProcessGroupTransport(Transport):
             assert not of.missing, (number, of.missing)
             self._post(arena, number)  # nothing to send in this round
         _finish(of)
+
+    def mark(self, lane: int) -> Mark:
+        if self.device.type == "cuda":
+            return stream_clock(self.device).mark(torch.cuda.current_stream(self.device))
+        return host_mark()
 
     def join(self, arena: Arena, lane: int) -> None:
         """The sends too must be over before the caller may write to their rows."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from primus_turbo_plugin.communication.collectives import Group
 from primus_turbo_plugin.communication.schedules.program import COMPUTE, Put
-from primus_turbo_plugin.communication.tracing import Mark
+from primus_turbo_plugin.communication.tracing import Mark, stream_clock
 from primus_turbo_plugin.communication.transports.base import MAX_FLAGS, Arena, Capabilities, Expected, Transport
 from primus_turbo_plugin.communication.transports.device_api import device_api
 from primus_turbo_plugin.communication.transports.engine_probe import probe_engine
@@ -87,7 +87,6 @@ class SdmaTransport(Transport):
         self._lanes: list[torch.cuda.Stream] = []
         self._forks: list[torch.cuda.Event] = []
         self._joins: list[torch.cuda.Event] = []
-        self._epoch: tuple[torch.cuda.Event, float] | None = None
         where = "torch symmetric memory" if self._symmetric else f"IPC memory{f' ({refusal})' if refusal else ''}"
         waits = "stream wait-value" if self._waits_in_stream else "a one-wave kernel"
         self.capabilities = Capabilities(
@@ -189,20 +188,4 @@ class SdmaTransport(Transport):
             wait_at_least(arena.memory.mine[offset : offset + 4].view(torch.int32), value)
 
     def mark(self, lane: int) -> Mark:
-        if self._epoch is None:
-            self._epoch = _epoch(self.device)
-        first, epoch_ms = self._epoch
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream(lane))
-        return lambda: epoch_ms + first.elapsed_time(event)
-
-
-def _epoch(device: torch.device) -> tuple[torch.cuda.Event, float]:
-    """An event, and the wall clock when it happened."""
-    import time
-
-    event = torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    event.record()
-    event.synchronize()
-    return event, time.time() * 1e3
+        return stream_clock(self.device).mark(self._stream(lane))

@@ -79,9 +79,18 @@ class SharedMemoryTransport(Transport):
 
     def allocate(self, nbytes: int) -> SharedArena:
         flag_bytes = 8 * self.world_size * MAX_FLAGS
-        own = self._create(flag_bytes + nbytes)
-        files: list[str] = [""] * self.world_size
-        dist.all_gather_object(files, own, group=self.group)
+        failure, own = "", ""
+        try:
+            own = self._create(flag_bytes + nbytes)
+        except UnsupportedError as error:
+            failure = str(error)
+        told: list[tuple[str, str]] = [("", "")] * self.world_size
+        dist.all_gather_object(told, (own, failure), group=self.group)
+        files, failures = zip(*told)
+        if any(failures):  # on every rank, so that none waits for the others
+            if own:
+                os.unlink(own)
+            raise UnsupportedError(next(filter(None, failures)))
         maps = [torch.frombuffer(_map(file, flag_bytes + nbytes), dtype=torch.uint8) for file in files]
         dist.barrier(group=self.group)  # everyone has mapped everything
         os.unlink(own)

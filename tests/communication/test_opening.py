@@ -1,0 +1,131 @@
+"""Which transport serves a group, what is said about it, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from primus_turbo_plugin.communication import opening
+from primus_turbo_plugin.communication.costs import CHUNKS, MEASURED, best_chunks, gemm_ms, pipeline_ms
+from primus_turbo_plugin.communication.overlap import Overlap
+from primus_turbo_plugin.communication.transports import shared_memory
+from primus_turbo_plugin.communication.transports.base import Capabilities
+from primus_turbo_plugin.communication.transports.device_api import device_api
+from primus_turbo_plugin.communication.transports.process_group import ProcessGroupTransport
+from primus_turbo_plugin.communication.transports.shared_memory import SharedMemoryTransport
+from primus_turbo_plugin.errors import UnsupportedError
+from primus_turbo_plugin.precision.communication import Communication
+from tests.support.distributed import RankInfo, ranks
+
+CPU = torch.device("cpu")
+H200 = MEASURED["sm90"]
+
+
+def _opened(chosen: Communication) -> tuple[Overlap, str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        overlap = opening.overlap_of(torch.distributed.group.WORLD, CPU, chosen)
+    return overlap, said.getvalue()
+
+
+@ranks(world_size=2)
+def test_auto_is_shared_memory_on_a_cpu_and_opened_once(rank_info: RankInfo) -> None:
+    overlap, said = _opened(Communication())
+    assert isinstance(overlap.transport, SharedMemoryTransport)
+    assert ("transport: shared_memory over 2 ranks, data moved by cpu threads" in said) == (rank_info.rank == 0)
+    assert ("no costs have been measured for this device" in said) == (rank_info.rank == 0)
+    again, said = _opened(Communication(gather=False))
+    assert again is overlap
+    assert said == ""
+    other, _ = _opened(Communication(chunks=3, min_gemm_ms=0.0))
+    assert other is not overlap
+    assert other.chunks == 3
+    opening.close_all()
+    assert not opening._OPEN
+
+
+@ranks(world_size=2)
+def test_where_shared_memory_cannot_be_the_group_serves_and_the_reason_is_said(rank_info: RankInfo) -> None:
+    shared_memory.socket.gethostname = lambda: f"host{rank_info.rank}"  # type: ignore[assignment]
+    overlap, said = _opened(Communication())
+    assert isinstance(overlap.transport, ProcessGroupTransport)
+    if rank_info.rank == 0:
+        assert "not chosen: shared_memory, because transport shared_memory: all ranks must be on one machine" in said
+        assert "host0, host1" in said
+    with pytest.raises(UnsupportedError, match="all ranks must be on one machine"):
+        _opened(Communication(transport="shared_memory"))
+
+
+@ranks(world_size=2)
+def test_a_transport_that_is_named_is_used_or_an_error(rank_info: RankInfo) -> None:
+    overlap, _ = _opened(Communication(transport="process_group"))
+    assert isinstance(overlap.transport, ProcessGroupTransport)
+    with pytest.raises(
+        UnsupportedError, match=r"transport sdma: moves GPU tensors, not cpu. Set 'transport: shared_memory'"
+    ):
+        _opened(Communication(transport="sdma"))
+    with pytest.raises(UnsupportedError, match="backend 'gloo' cannot move cuda tensors"):
+        ProcessGroupTransport(torch.distributed.group.WORLD, torch.device("cuda", 0))
+
+
+@ranks(world_size=2)
+def test_a_full_shared_memory_is_refused_before_it_kills_the_process(rank_info: RankInfo) -> None:
+    transport = SharedMemoryTransport(torch.distributed.group.WORLD, CPU)
+    with pytest.raises(UnsupportedError, match=r"9,\d{3},.* bytes in .* cannot be had .*--shm-size"):
+        transport.allocate(9 * 10**15)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")
+def test_without_a_driver_sdma_says_so() -> None:
+    device_api.cache_clear()
+    with pytest.raises(UnsupportedError, match=r"transport sdma: the CUDA driver cannot be used here .*libcuda"):
+        device_api()
+
+
+def test_the_report_names_limits_and_their_source() -> None:
+    class Fake:
+        capabilities = Capabilities(name="sdma", device="cuda", one_sided=True, engine="copy engine", detail="how")
+        world_size, rank = 2, 0
+
+    overlap = Overlap(Fake(), costs=H200)  # type: ignore[arg-type]
+    lines = opening.describe(overlap, None)
+    assert lines[0] == "transport: sdma over 2 ranks, data moved by copy engine; how"
+    assert f"GEMMs expected to take {H200.min_gemm_ms:g} ms or more" in lines[1]
+    assert H200.source in lines[1]
+    assert "in 2 chunk(s)" in opening.describe(Overlap(Fake(), costs=H200, chunks=2), "x, because y")[2]  # type: ignore[arg-type]
+
+
+def test_gemms_below_the_measured_size_are_refused_with_both_numbers() -> None:
+    class Fake:
+        world_size, rank = 2, 0
+
+    overlap = Overlap(Fake(), costs=H200)  # type: ignore[arg-type]
+    assert overlap.too_small(8192, 14336, 4096) is None
+    reason = overlap.too_small(512, 1024, 1024)
+    assert reason is not None
+    assert "is below min_gemm_ms 0.15" in reason
+    assert Overlap(Fake(), costs=H200, min_gemm_ms=0.0).too_small(1, 1, 1) is None  # type: ignore[arg-type]
+    assert Overlap(Fake()).too_small(1, 1, 1) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("k", "n"), [(8192, 1280), (4096, 3584)])
+def test_a_gather_before_less_than_half_a_millisecond_of_gemm_is_one_chunk(k: int, n: int) -> None:
+    gemm = gemm_ms(H200, 8192, n, k)
+    assert gemm < H200.split_gemm_ms
+    assert best_chunks("gather", H200, gemm, 0.2, 2) == (1, False)
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_the_choice_is_the_models_best_and_copies_that_exceed_the_gemm_are_cut(kind: Any, world_size: int) -> None:
+    for gemm, copy in ((1.25, 0.1), (1.0, 0.9), (3.0, 5.0)):
+        chunks, add = best_chunks(kind, H200, gemm, copy, world_size)
+        best = pipeline_ms(kind, H200, gemm, copy, world_size, chunks, add=add)
+        assert best == min(pipeline_ms(kind, H200, gemm, copy, world_size, c) for c in CHUNKS)
+        assert best >= max(gemm, 0.0)
+    assert best_chunks("scatter", H200, 3.0, 5.0, 2)[0] > 1
+    assert best_chunks("scatter", None, 3.0, 5.0, 2) == (1, False)
