@@ -232,3 +232,24 @@ def test_a_batch_may_bring_its_own_group_or_none(rank_info: RankInfo) -> None:
     whole = module(*qkv, None, packed_seq_params=alone)
     parts = module(*(share(x, rank_info) for x in qkv), None, packed_seq_params=together)
     torch.testing.assert_close(parts, share(whole, rank_info), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.megatron
+@ranks(world_size=[2, 3], megatron=True)
+def test_tokens_stand_where_megatron_puts_them(rank_info: RankInfo) -> None:
+    """Megatron's own split of a batch against the places that dropout and the schedule count in."""
+    import inspect
+
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from primus_turbo_plugin.functional.context_parallel.sequences import places, sequences_of
+
+    world = rank_info.world_size
+    start_megatron(context_parallel_size=world)
+    tokens = torch.arange(12 * world)
+    arguments: dict[str, Any] = {"is_hybrid_cp": False, "cp_group": dist.group.WORLD}
+    known = inspect.signature(get_batch_on_this_cp_rank).parameters
+    batch = {"tokens": tokens[None], "attention_mask": None, "cu_seqlens": None}
+    mine = get_batch_on_this_cp_rank(batch, **{k: v for k, v in arguments.items() if k in known})["tokens"][0]
+    assert torch.equal(mine, share(tokens, rank_info))
+    assert torch.equal(mine, places(sequences_of(None, 12, world, "q"), 12, rank_info.rank, world).long())
