@@ -3,7 +3,7 @@
 Math      as kernels/reference/fused.py, bit for bit
 Cost      rms_norm: x is read twice (rstd, then norm and quantisation), the normed tensor is neither written nor read: 5.1 bytes
           an element for two MXFP4 copies, against 7.1 apart.  swiglu: x is read once, 5.1 bytes an element of the output against
-          9.1.  sums: x is read once, and 1/8 byte an element of partial sums written and read
+          9.1.  sums: x is read once, and 1/16 byte an element of partial sums written and read
 Limits    bf16 on a GPU, hidden a multiple of 8 (rms_norm: at most 32768), specs that quantize_shared.py makes. Rows that are not
           16-byte aligned are copied first
 """
@@ -20,7 +20,7 @@ from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import FusedQuantizeRequest
 from primus_turbo_plugin.kernels.triton import quantize as plain
 from primus_turbo_plugin.kernels.triton.quantize_copy import Copy
-from primus_turbo_plugin.kernels.triton.quantize_launch import has_words, launch_shared, serves
+from primus_turbo_plugin.kernels.triton.quantize_launch import has_words, launch_shared, serves, tile_tokens
 from primus_turbo_plugin.kernels.triton.targets import refusal
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
@@ -98,7 +98,7 @@ def quantize_and_sum(
     row, col = _copies(rows, cols, x.device, row_spec, col_spec, key, signs_seed, scale_layout)
     sums = torch.zeros(1, cols, dtype=torch.float32, device=x.device)
     if x.numel():
-        sums = torch.empty(-(-rows // 32), cols, dtype=torch.float32, device=x.device)
+        sums = torch.empty(-(-rows // tile_tokens(x, (row_spec, col_spec))), cols, dtype=torch.float32, device=x.device)
         with torch.cuda.device(x.device):
             launch_shared(x, row, col, sums=sums)
             sums = _sum_rows(sums)

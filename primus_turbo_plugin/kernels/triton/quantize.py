@@ -87,9 +87,9 @@ def quantize_both(
         ConfigError: A spec rounds stochastically and there is no key.
     """
     check(x, (row_spec, col_spec), key)
-    in_kernel = takes_words(x, row_spec, col_spec)
+    (rows, cols), in_kernel = x.shape, takes_words(x, row_spec, col_spec)
     row, col = (
-        Copy.of(*x.shape, x.device, spec, columnwise, key, signs_seed, scale_layout if in_kernel else "plain")
+        Copy.of(rows, cols, x.device, spec, columnwise, key, signs_seed, scale_layout if in_kernel else "plain")
         for spec, columnwise in ((row_spec, False), (col_spec, True))
     )
     if (row or col) and x.numel():

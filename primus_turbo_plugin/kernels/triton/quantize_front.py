@@ -55,30 +55,15 @@ def _silu(g):
 
 
 @gluon.jit
-def front_words(
-    place, mask, gamma_ptr, rstd_ptr, token, word, rows, cols8,
-    FRONT: gl.constexpr, EVEN: gl.constexpr,
-):  # fmt: skip
-    """Words of bf16 of a tile `[tokens, words]`; zeros outside of it."""
-    if EVEN:
-        x = gl.load(place)
-    else:
-        x = gl.load(place, mask=mask, other=0)
-    if FRONT.kind == "rms_norm":
-        inside = word < cols8 * 4
-        rstd = gl.load(rstd_ptr + token, mask=token < rows, other=0.0)[:, None]
-        even = gl.load(gamma_ptr + word * 2, mask=inside, other=0.0).to(gl.float32)[None, :]
-        odd = gl.load(gamma_ptr + word * 2 + 1, mask=inside, other=0.0).to(gl.float32)[None, :]
-        if FRONT.zero_centered:
-            even = even + 1.0
-            odd = odd + 1.0
-        y = _round_to_word(low_half(x) * rstd * even, high_half(x) * rstd * odd)
-        if not EVEN:
-            y = gl.where(mask, y, 0)  # 0 * gamma may be -0, which padding is not
-    else:
-        if EVEN:
-            up = gl.load(place + cols8 * 4)
-        else:
-            up = gl.load(place + cols8 * 4, mask=mask, other=0)
-        y = _round_to_word(_silu(low_half(x)) * low_half(up), _silu(high_half(x)) * high_half(up))
-    return y
+def norm_words(x, rstd, even, odd, FRONT: gl.constexpr):
+    """RMS norm of words of bf16, `rstd [tokens, 1]`, weights of the even and odd columns `[1, words]`."""
+    if FRONT.zero_centered:
+        even = even + 1.0
+        odd = odd + 1.0
+    return _round_to_word(low_half(x) * rstd * even, high_half(x) * rstd * odd)
+
+
+@gluon.jit
+def swiglu_words(gate, up):
+    """silu(gate) * up of words of bf16."""
+    return _round_to_word(_silu(low_half(gate)) * low_half(up), _silu(high_half(gate)) * high_half(up))

@@ -69,14 +69,16 @@ def launch_shared(
         front: `FrontMeta`, or None.
         gamma: Weight of RMS norm `[cols]`.
         rstd: fp32 `[rows]` of RMS norm.
-        sums: fp32 `[ceil(rows / 32), cols]` to be filled with sums of 32 tokens.
+        sums: fp32 `[ceil(rows / tile_tokens), cols]` to be filled with sums of a tile's tokens.
     """
     from primus_turbo_plugin.kernels.triton.quantize_shared import quantize_shared_kernel
 
     rows, cols = x.shape[0], cols or x.shape[1]
     index = x.device.index
     target = kernel_target(index)
-    token_blocks = tile_token_blocks(shared_memory_bytes(index), [copy.spec for copy in (row, col) if copy])
+    specs = [copy.spec for copy in (row, col) if copy]
+    tiles_held = 2 if front is not None and front.kind == "swiglu" else 1
+    token_blocks = tile_token_blocks(shared_memory_bytes(index), specs, tiles_held=tiles_held)
     grid = (-(-rows // (32 * token_blocks)) * -(-cols // TILE_COLS),)
     words = x.view(torch.int32)
     amax = _whole_axis_amax(words, row, col, rows, cols)
@@ -106,13 +108,19 @@ def launch_shared(
     )  # fmt: skip
 
 
-def tile_token_blocks(shared_memory: int, specs: Iterable[QuantSpec | None]) -> int:
-    """Blocks of 32 tokens in a tile: 4 take 37 to 41 KB of shared memory, and a GPU with 64 KB would run one program at a time.
+def tile_token_blocks(shared_memory: int, specs: Iterable[QuantSpec | None], *, tiles_held: int = 1) -> int:
+    """Blocks of 32 tokens in a tile.
 
-    FP8 blocks of 128 tokens need 4 everywhere.
+    4 take 37 to 41 KB of shared memory, so that a GPU with 64 KB, or a program that holds two tiles (SwiGLU), takes 2. FP8 blocks
+    of 128 tokens need 4 everywhere.
     """
     fp8_blocks = any(spec is not None and spec.is_quantized and 128 in spec.block_shape for spec in specs)
-    return 4 if shared_memory > 96 * 1024 or fp8_blocks else 2
+    return 4 if fp8_blocks or shared_memory > 96 * 1024 * tiles_held**2 else 2
+
+
+def tile_tokens(x: torch.Tensor, specs: Iterable[QuantSpec | None]) -> int:
+    """Tokens of a tile of quantize_shared.py on x's GPU."""
+    return 32 * tile_token_blocks(shared_memory_bytes(x.device.index), specs)
 
 
 def num_warps(token_blocks: int, lanes: int) -> int:
@@ -123,18 +131,26 @@ def num_warps(token_blocks: int, lanes: int) -> int:
 def _whole_axis_amax(
     words: torch.Tensor, row: Copy | None, col: Copy | None, rows: int, cols: int
 ) -> list[torch.Tensor | None]:
-    """Amax bits of the copies whose scale spans an axis, by a read of their own."""
-    amax = [copy.amax_buffer() if copy else None for copy in (row, col)]
-    if any(buffer is not None for buffer in amax):
-        from primus_turbo_plugin.kernels.triton.quantize_amax import ROWS, TILES, amax_words_kernel
+    """Amax bits of the copies whose scale spans an axis, int32 `[outer]` or (tensorwise) `[1]`, by a read of their own."""
+    if not any(copy.meta.needs_amax for copy in (row, col) if copy):
+        return [None, None]
+    from primus_turbo_plugin.kernels.triton.quantize_amax import ROWS, TILES, amax_words_kernel
 
-        metas = [copy.meta if copy and copy.meta.needs_amax else None for copy in (row, col)]
-        grid = (-(-cols // (TILE_COLS * TILES)), -(-rows // ROWS))
-        amax_words_kernel[grid](
-            words, *amax, rows, cols // 8, words.stride(0) // 4,
-            ROW=metas[0], COL=metas[1], ROWS=ROWS, TILES=TILES, num_warps=8,
-        )  # fmt: skip
-    return amax
+    grid = (-(-cols // (TILE_COLS * TILES)), -(-rows // ROWS))
+    parts: list[torch.Tensor | None] = []
+    for copy, count in ((row, grid[0]), (col, grid[1])):
+        if copy is None or not copy.meta.needs_amax:
+            parts.append(None)
+        elif copy.meta.block_outer:
+            parts.append(torch.empty(count, copy.shape[0], dtype=torch.int32, device=words.device))
+        else:
+            parts.append(torch.zeros(1, 1, dtype=torch.int32, device=words.device))
+    metas = [copy.meta if copy and copy.meta.needs_amax else None for copy in (row, col)]
+    amax_words_kernel[grid](
+        words, *parts, rows, cols // 8, words.stride(0) // 4,
+        ROW=metas[0], COL=metas[1], ROWS=ROWS, TILES=TILES, num_warps=8,
+    )  # fmt: skip
+    return [None if part is None else part.amax(0) for part in parts]
 
 
 def _launch_tile(x: torch.Tensor, row: Copy | None, col: Copy | None) -> None:

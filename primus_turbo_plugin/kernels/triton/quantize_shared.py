@@ -35,7 +35,7 @@ from primus_turbo_plugin.kernels.triton.quantize_block import (
     tree_sum,
     upper,
 )
-from primus_turbo_plugin.kernels.triton.quantize_front import front_words
+from primus_turbo_plugin.kernels.triton.quantize_front import norm_words, swiglu_words
 from primus_turbo_plugin.kernels.triton.rounding import fp8_block_scale
 
 WORDS = gl.constexpr(64)
@@ -332,29 +332,68 @@ def _column_copy(
 
 
 @gluon.jit
-def _store_sums(words, sums_ptr, block0, col0, rows, cols8):
-    """Sums of 32 tokens, fp32 `[token blocks, cols]`."""
+def _store_sums(words, sums_ptr, token_tile, col0, cols8, LANES: gl.constexpr):
+    """Sums of the tile's tokens, fp32 `[token tiles, cols]`: the tree of `precision.tree_sum` up to this height."""
+    TB: gl.constexpr = words[0].shape[0]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([TB, 1], [1, LANES], [1, gl.num_warps()], [0, 1])
     sums = gl.join(tree_sum(column_values(words, False)), tree_sum(column_values(words, True)))
-    sums = gl.reshape(sums, (sums.shape[0], sums.shape[1] * 2))
-    block = block0 + gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))
-    col = col0 + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
-    place = sums_ptr + block.to(gl.int64)[:, None] * (cols8 * 8) + col[None, :]
-    gl.store(place, sums, mask=(block * 32 < rows)[:, None] & (col < cols8 * 8)[None, :])
+    sums = gl.convert_layout(gl.reshape(sums, (TB, sums.shape[1] * 2)), LAYOUT)
+    height: gl.constexpr = TB // 2
+    sums = gl.sum(gl.reshape(sums, (height, 2, sums.shape[1])), axis=1)
+    if height == 2:
+        sums = gl.sum(sums, axis=0)
+    else:
+        sums = gl.reshape(sums, (sums.shape[1],))
+    col = col0 + gl.arange(0, sums.shape[0], sums.type.layout)
+    gl.store(sums_ptr + token_tile.to(gl.int64) * (cols8 * 8) + col, sums, mask=col < cols8 * 8)
 
 
 @gluon.jit
-def _front_to_shared(
-    smem, x_ptr, gamma_ptr, rstd_ptr, token_tile, word, rows, cols8, row_stride16,
-    FRONT: gl.constexpr, LOADS: gl.constexpr, EVEN: gl.constexpr,
-):  # fmt: skip
-    """The tile of what is quantised, 32 tokens at a time: few enough to stay in registers."""
+def _load_tile(smem, x_ptr, token, word, rows, cols8, row_stride16, EVEN: gl.constexpr, TARGET: gl.constexpr):
+    """The tile of x into shared memory: asynchronously on sm_90 where it has no tail."""
+    place = x_ptr + token.to(gl.int64)[:, None] * (row_stride16 * 4) + word[None, :]
+    if EVEN and TARGET == "sm90":
+        async_copy.async_copy_global_to_shared(smem, place)
+        async_copy.commit_group()
+    elif EVEN:
+        smem.store(gl.load(place))
+    else:
+        smem.store(gl.load(place, mask=(token < rows)[:, None] & (word < cols8 * 4)[None, :], other=0))
+
+
+@gluon.jit
+def _norm_in_place(
+    smem,
+    gamma_ptr,
+    rstd_ptr,
+    token_tile,
+    word,
+    rows,
+    cols8,
+    FRONT: gl.constexpr,
+    LOADS: gl.constexpr,
+    EVEN: gl.constexpr,
+):
+    """RMS norm of a tile, 32 tokens at a time: few enough to stay in registers."""
+    inside = word < cols8 * 4
+    even = gl.load(gamma_ptr + word * 2, mask=inside, other=0.0).to(gl.float32)[None, :]
+    odd = gl.load(gamma_ptr + word * 2 + 1, mask=inside, other=0.0).to(gl.float32)[None, :]
     for i in gl.static_range(smem.shape[0] // 32):
+        part = smem.slice(i * 32, 32, 0)
         token = token_tile * smem.shape[0] + i * 32 + gl.arange(0, 32, gl.SliceLayout(1, LOADS))
-        place = x_ptr + token.to(gl.int64)[:, None] * (row_stride16 * 4) + word[None, :]
-        mask = (token < rows)[:, None] & (word < cols8 * 4)[None, :]
-        smem.slice(i * 32, 32, 0).store(
-            front_words(place, mask, gamma_ptr, rstd_ptr, token, word, rows, cols8, FRONT, EVEN)
-        )
+        rstd = gl.load(rstd_ptr + token, mask=token < rows, other=0.0)[:, None]
+        y = norm_words(part.load(LOADS), rstd, even, odd, FRONT)
+        if not EVEN:  # 0 * gamma may be -0, which padding is not
+            y = gl.where((token < rows)[:, None] & inside[None, :], y, 0)
+        part.store(y)
+
+
+@gluon.jit
+def _swiglu_in_place(gate, up, LOADS: gl.constexpr):
+    """silu(gate) * up of two tiles into the first, 32 tokens at a time."""
+    for i in gl.static_range(gate.shape[0] // 32):
+        part = gate.slice(i * 32, 32, 0)
+        part.store(swiglu_words(part.load(LOADS), up.slice(i * 32, 32, 0).load(LOADS)))
 
 
 @gluon.jit
@@ -395,20 +434,17 @@ def quantize_shared_kernel(
     smem = gl.allocate_shared_memory(gl.int32, [TOKENS, WORDS], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     token = token_tile * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, LOADS))
     word = col_tile * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, LOADS))
-    place = x_ptr + token.to(gl.int64)[:, None] * (row_stride16 * 4) + word[None, :]
-    mask = (token < rows)[:, None] & (word < cols8 * 4)[None, :]
-    if FRONT is not None:
-        _front_to_shared(
-            smem, x_ptr, gamma_ptr, rstd_ptr, token_tile, word, rows, cols8, row_stride16, FRONT, LOADS, EVEN
-        )
-    elif EVEN and TARGET == "sm90":
-        async_copy.async_copy_global_to_shared(smem, place)
-        async_copy.commit_group()
+    _load_tile(smem, x_ptr, token, word, rows, cols8, row_stride16, EVEN, TARGET)
+    if FRONT is not None and FRONT.kind == "swiglu":
+        up = gl.allocate_shared_memory(gl.int32, [TOKENS, WORDS], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+        _load_tile(up, x_ptr + cols8 * 4, token, word, rows, cols8, row_stride16, EVEN, TARGET)
+    if EVEN and TARGET == "sm90":
         async_copy.wait_group(0)
-    elif EVEN:
-        smem.store(gl.load(place))
-    else:
-        smem.store(gl.load(place, mask=mask, other=0))
+    if FRONT is not None:
+        if FRONT.kind == "rms_norm":
+            _norm_in_place(smem, gamma_ptr, rstd_ptr, token_tile, word, rows, cols8, FRONT, LOADS, EVEN)
+        else:
+            _swiglu_in_place(smem, up, LOADS)
     tile_amax = 0
     if _needs_tile_amax(ROW, COL):
         bits = smem.load(LOADS) & 0x7FFF7FFF
@@ -426,7 +462,7 @@ def quantize_shared_kernel(
             words = split_last(gl.permute(gl.reshape(tile, (TB, 32, ACROSS)), (0, 2, 1)), 5)
             col0 = (col_tile * WORDS + h * ACROSS) * 2
             if SUMS:
-                _store_sums(words, sums_ptr, token_tile * TB, col0, rows, cols8)
+                _store_sums(words, sums_ptr, token_tile, col0, cols8, LANES)
             if COL is not None:
                 _column_copy(
                     words, tile_amax, col_signs, col_data, col_scale, col_amax, col_k0, col_k1, col_c2, col_c3,

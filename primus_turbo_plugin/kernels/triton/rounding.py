@@ -93,11 +93,8 @@ def philox_words4(counter, k0, k1, c2, c3):
     return tl.reshape(pairs, counter.shape + [4])  # noqa: RUF005
 
 
-@triton.jit
-def _fma_toward_zero(a, b, c):
-    return tl.inline_asm_elementwise(
-        "fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
-    )
+_ADD_ANCHOR = tl.constexpr({m: f"fma.rz.f32 $0, $1, 0f{0x3F800000 + (23 - m << 23):08X}, $2;" for m in (1, 2, 3)})
+"""binade * 2^(23 - m) + magnitude, toward zero (PTX), by mantissa bits m."""
 
 
 @triton.jit
@@ -120,7 +117,8 @@ def round_stochastic(y, words, META: tl.constexpr, TARGET: tl.constexpr):
     anchor: tl.constexpr = 2.0 ** (23 - META.mantissa)
     unit: tl.constexpr = 2.0**-META.mantissa
     if TARGET == "sm90":
-        shifted = _fma_toward_zero(binade, anchor + y * 0, magnitude)
+        asm: tl.constexpr = _ADD_ANCHOR[META.mantissa]
+        shifted = tl.inline_asm_elementwise(asm, "=f,f,f", [binade, magnitude], dtype=tl.float32, is_pure=True, pack=1)
         lower = tl.fma(binade, -anchor, shifted)
     else:
         lower = tl.fma(binade, -anchor, tl.fma(binade, anchor, magnitude))

@@ -13,13 +13,14 @@ import torch
 pytest.importorskip("triton", reason="compiling needs triton, which is not installed")
 
 from primus_turbo_plugin.kernels.reference import fused as reference
+from primus_turbo_plugin.kernels.triton import quantize_launch
 from primus_turbo_plugin.kernels.triton.quantize_copy import Copy
 from primus_turbo_plugin.kernels.triton.quantize_front import FrontMeta
 from primus_turbo_plugin.kernels.triton.quantize_shared import quantize_shared_kernel
 from primus_turbo_plugin.kernels.triton.row_sums import CHUNK, SUM_COLS, rstd_kernel, sum_rows_kernel
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.tree_sum import tree_sum
-from tests.kernels.triton.test_quantize_emulated import LANES, NO_MEMORY_SPILLS, TARGET, _compile_and_launch
+from tests.kernels.triton.test_quantize_emulated import LANES, LDS, NO_MEMORY_SPILLS, TARGET, _compile_and_launch
 
 ARCHS = ("gfx950", "gfx1250")
 SPECS = (QuantSpec(format="mxfp4"), QuantSpec(format="mxfp4", hadamard=16))
@@ -39,12 +40,18 @@ def _quantize(arch: str, x: torch.Tensor, front: FrontMeta | None, **arguments: 
         "rows": ROWS, "cols8": COLS // 8, "row_stride16": x.stride(0) // 8,
         **{f"{side}_{word}": 0 for side in ("row", "col") for word in ("k0", "k1", "c2", "c3")}, **arguments,
     }  # fmt: skip
+    swiglu = front is not None and front.kind == "swiglu"
+    token_blocks = quantize_launch.tile_token_blocks(LDS[arch], SPECS, tiles_held=2 if swiglu else 1)
     constants = {
-        "ROW": row.meta, "COL": col.meta, "FRONT": front, "SUMS": args["sums_ptr"] is not None, "SHUFFLED": False,
-        "REVERSED": front is not None, "TB": 4, "GROUP": 8, "LANES": LANES[arch], "EVEN": False, "TARGET": TARGET[arch],
+        "ROW": row.meta, "COL": col.meta, "FRONT": front, "SUMS": arguments.get("sums_ptr") is not None,
+        "SHUFFLED": False,
+        "REVERSED": front is not None, "TB": token_blocks, "GROUP": 8, "LANES": LANES[arch], "EVEN": False,
+        "TARGET": TARGET[arch],
     }  # fmt: skip
-    options = {"num_warps": 4, "enable_fp_fusion": front is None}
-    _compile_and_launch(quantize_shared_kernel, arch, 2, args, constants, NO_MEMORY_SPILLS, **options)
+    warps = quantize_launch.num_warps(token_blocks, LANES[arch])
+    options = {"num_warps": warps, "enable_fp_fusion": front is None}
+    grid = 2 * -(-ROWS // (32 * token_blocks))
+    _compile_and_launch(quantize_shared_kernel, arch, grid, args, constants, NO_MEMORY_SPILLS, **options)
     return copies
 
 
@@ -82,7 +89,7 @@ def test_swiglu_in_front(arch, rng) -> None:
 def test_sums_beside_it(arch, rng) -> None:
     x = torch.randn(ROWS, COLS, generator=rng).bfloat16()
     row, col, want = reference.quantize_and_sum(x, *SPECS)
-    sums = torch.full((-(-ROWS // 32), COLS), float("nan"))
+    sums = torch.full((-(-ROWS // 128), COLS), float("nan"))
     _assert_equal(_quantize(arch, x, None, sums_ptr=sums), (row, col))
     total = torch.full((1, COLS), float("nan"))
     args = {"x_ptr": sums, "out_ptr": total, "rows": sums.shape[0], "cols": COLS}
