@@ -287,3 +287,20 @@ def test_a_build_that_cannot_widen_is_refused_before_anything_runs(monkeypatch: 
         assert native.supports(GemmRequest(device="cpu", a=bf16, b=bf16, out_dtype=fp32, accumulate=True)) is None
     finally:
         native._widening_refusal.cache_clear()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch sees none")
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("strided", [False, True])
+def test_accumulation_on_a_gpu_is_in_place_whoever_adds(fused, strided, rng, monkeypatch) -> None:
+    """By the GEMM itself, or after it where torch's build cannot: the same sums, in the buffer that was given."""
+    if not fused:
+        monkeypatch.setattr(torch_native, "_adds_in_the_gemm", lambda dtype: False)
+    a, b = gaussian(rng, 96, 512).bfloat16().cuda(), gaussian(rng, 160, 512).bfloat16().cuda()
+    buffer = gaussian(rng, 96, 320).cuda()
+    out = buffer[:, 100:260] if strided else buffer[:, :160].contiguous()
+    around = buffer[:, 260:].clone()
+    expected = out.double() + a.double() @ b.double().t()
+    assert torch_native.gemm_nt(a, b, out_dtype=torch.float32, out=out) is out
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(buffer[:, 260:], around)

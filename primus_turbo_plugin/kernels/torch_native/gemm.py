@@ -4,6 +4,7 @@ Math      y[M, N] = a[M, K] @ b[N, K].T, then + bias[N] in y's dtype (Megatron's
 Layout    contraction last in both; a transposed view costs no copy
 Numerics  torch.matmul accumulates bf16 and fp16 in fp32 and rounds once. Into fp32 (`out`, or out_dtype float32) nothing is
           rounded to bf16 on the way: on CPU the operands are widened first, on CUDA the GEMM writes fp32 itself
+Memory    accumulating: nothing beside `out` where `torch.addmm` adds to it (CUDA builds); else an fp32 copy of the product
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def gemm_nt(
         y = torch.matmul(a, b.t())
         return y if bias is None else (y + bias).to(out_dtype)
     if a.dtype in _HALF and a.device.type == "cuda":
+        if out is not None and _adds_in_the_gemm(a.dtype):
+            return torch.addmm(out, a, b.t(), out_dtype=torch.float32, out=out)
         y = torch.mm(a, b.t(), out_dtype=torch.float32)
         if out is not None:
             return out.add_(y)
@@ -93,6 +96,17 @@ def _widening_refusal(dtype: torch.dtype) -> str | None:
             f"torch {torch.__version__} cannot write float32 from {dtype} operands here: {str(error).splitlines()[0]}"
         )
     return None
+
+
+@functools.cache
+def _adds_in_the_gemm(dtype: torch.dtype) -> bool:
+    """Whether this build's GEMM adds its product to an fp32 matrix (`torch.addmm` with `out_dtype`); asked as above."""
+    one, total = torch.ones(16, 16, dtype=dtype, device="cuda"), torch.ones(16, 16, device="cuda")
+    try:
+        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 BACKEND = Backend(name="torch", request=GemmRequest, kernels=sys.modules[__name__], supports=supports)

@@ -2,14 +2,15 @@
 
 Two FP8 operands are multiplied by the FP8 units (sm90, gfx950, gfx1250; gfx942 after an exact conversion to its encoding), two MX
 operands by the scaled matrix units of gfx950 and gfx1250. Everything else quantised becomes bf16, exactly, and is multiplied by
-the bf16 units: the format's values, not its speed. `gemm_launch.plan` makes the kernel calls.
+the bf16 units: the format's values, not its speed. `gemm_launch` makes the kernel calls.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +23,13 @@ from primus_turbo_plugin.kernels.requests import GemmRequest
 from primus_turbo_plugin.kernels.triton import gemm_config
 from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
 from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, key_of
-from primus_turbo_plugin.kernels.triton.gemm_launch import plan
+from primus_turbo_plugin.kernels.triton.gemm_launch import Program, facts, program_of
 from primus_turbo_plugin.kernels.triton.gemm_tuning import TUNABLE
 from primus_turbo_plugin.kernels.triton.targets import SCALED_MATRIX_UNITS, refusal
 from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 
 
-@torch.no_grad()
 def gemm_nt(
     a: Operand,
     b: Operand,
@@ -58,23 +58,62 @@ def gemm_nt(
         ShapeError: Shapes, dtypes, devices or rotations do not fit.
         ConfigError: `config` cannot serve this product.
     """
-    check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out)
-    length = common_length(a, b)
-    y = out if out is not None else torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    if y.numel() == 0:
-        return y
-    if length == 0:
-        return y if out is not None else (y.zero_() if bias is None else y.copy_(bias.expand_as(y)))
-    key = key_of(a, b, y, length, bias=bias is not None, accumulate=out is not None)
+    alike = (facts(a), facts(b), facts(bias), facts(out), out_dtype)
+    key = _SEEN.keys.get(alike)
+    if key is None:
+        check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out)
+        length = common_length(a, b)
+        if 0 in (a.shape[0], b.shape[0], length):
+            return _empty(a, b, out_dtype, bias, out)
+    y = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device) if out is None else out
+    if key is None:
+        key = key_of(a, b, y, length, bias=bias is not None, accumulate=out is not None)
+        _SEEN.remember(_SEEN.keys, alike, key)
     if config is None:
         config = (resolve or resolve_config)(key)
-    reason = gemm_config.refusal(key, config)
-    if reason is not None:
-        raise ConfigError(f"gemm_nt: {key} cannot be computed with {config}: {reason}. Choose one of candidates(key).")
-    with torch.cuda.device(a.device):
-        for call in plan(a, b, bias, y, key, config):
-            call.run()
+    program = _SEEN.programs.get((alike, config))
+    if program is None:
+        reason = gemm_config.refusal(key, config)
+        if reason is not None:
+            raise ConfigError(
+                f"gemm_nt: {key} cannot be computed with {config}: {reason}. Choose one of candidates(key)."
+            )
+        program = program_of(a, b, y, key, config)
+        _SEEN.remember(_SEEN.programs, (alike, config), program)
+    if torch.cuda.current_device() == y.device.index:
+        program.run(a, b, bias, y)
+    else:
+        with torch.cuda.device(y.device):
+            program.run(a, b, bias, y)
     return y
+
+
+@torch.no_grad()
+def _empty(
+    a: Operand, b: Operand, out_dtype: torch.dtype, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """A product without terms: zero, the bias, or what is there."""
+    if out is not None:
+        return out
+    y = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    return y if bias is None else y.copy_(bias.expand_as(y))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What products that came before were found to be, so that one like them costs a look-up: answers, never settings."""
+
+    keys: dict[Hashable, GemmKey] = field(default_factory=dict)
+    programs: dict[Hashable, Program] = field(default_factory=dict)
+
+    def remember(self, answers: dict[Hashable, Any], question: Hashable, answer: Any) -> None:
+        if len(answers) >= _MOST_ANSWERS:  # experts have another number of tokens every time
+            answers.clear()
+        answers[question] = answer
+
+
+_MOST_ANSWERS = 1 << 13
+_SEEN = _Seen()
 
 
 def resolve_config(key: GemmKey) -> GemmConfig:

@@ -81,9 +81,10 @@ def _wide_lds(key: GemmKey, units: Options, *, half_step: int, warps: int) -> li
 def _hopper(key: GemmKey, units: Options) -> list[GemmConfig]:
     tma: dict[str, Any] = {"loads": "descriptors", "persistent": True}
     if units["units"] == "fp8":
+        parts = {"epilogue_parts": 4 if key.out == "fp32" else 1}
         return [
-            _config(128, 128, 128, units, num_warps=8, num_stages=4, **tma),
-            _config(64, 128, 128, units, num_warps=4, num_stages=4, **tma),
+            _config(128, 128, 128, units, num_warps=8, num_stages=4, **parts, **tma),
+            _config(64, 128, 128, units, num_warps=4, num_stages=4, **parts, **tma),
         ]
     parts = {"num_stages": 3, "epilogue_parts": 4} if key.out == "fp32" else {"num_stages": 4, "epilogue_parts": 2}
     return [

@@ -1,8 +1,14 @@
-"""A product as the kernel calls that a `GemmConfig` makes of it: decode into scratch, multiply, add up shares."""
+"""A product as the kernel calls that a `GemmConfig` makes of it: decode into scratch, multiply, add up shares.
+
+A `Program` is everything about these calls but the tensors. It is built once for products that are alike in every fact that a
+kernel was compiled for (`facts`), and then only binds tensors and launches. Triton's own launch path looks at each argument anew
+in every call, which costs more host time than a small product takes on the GPU.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,11 +25,48 @@ _SCRATCH_ROW_ELEMENTS = 8
 """Rows of a decoded copy start at multiples of 16 bytes."""
 _WIDE_OFFSET = 1 << 30
 """Elements from a tile's corner from which offsets are computed in 64 bits; half of what 32 bits hold."""
+_ON_ROCM = torch.version.hip is not None
+
+Tensors = Mapping[str, "torch.Tensor | None"]
+
+
+def facts(x: Operand | None) -> Hashable:
+    """What kernels are compiled for, of one tensor: dtype, shape, strides, alignment; on ROCm also whether it is under 2 GiB."""
+    if x is None:
+        return None
+    if isinstance(x, QuantizedTensor):
+        return x.spec, x.shape, x.signs_seed, x.scale_layout, facts(x.data), facts(x.block_scale)
+    small = not _ON_ROCM or x.untyped_storage().nbytes() < 1 << 31
+    return x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.device, small
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for a tensor among a call's arguments; with a block shape, for its tensor descriptor.
+
+    Attributes:
+        name: `a` or `b` (what the multiplying kernel reads); `a_codes`, `a_scale`, `a_scratch`; `bias`, `y` or `parts`.
+        block: Rows and columns of a descriptor's tile, or None for the tensor itself.
+        turned: The descriptor is that of the transposed tensor.
+    """
+
+    name: str
+    block: tuple[int, int] | None = None
+    turned: bool = False
+
+    def bind(self, tensors: Tensors) -> Any:
+        tensor = tensors[self.name]
+        if self.block is None or tensor is None:
+            return tensor
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        tensor = tensor.t() if self.turned else tensor
+        return TensorDescriptor(tensor, tensor.shape, tensor.stride(), list(self.block))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One launch, as data: `kernel[grid](**args, **constants, **options)`."""
+    """One launch, as data: `kernel[grid](**args, **constants, **options)`. Tensors are there, or Slots stand for them."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -31,168 +74,255 @@ class KernelCall:
     constants: dict[str, Any]
     options: dict[str, int]
 
-    def run(self) -> None:
-        self.kernel[self.grid](**self.args, **self.constants, **self.options)
+    def bind(self, tensors: Tensors) -> KernelCall:
+        """The same call with its tensors."""
+        args = {name: value.bind(tensors) if isinstance(value, Slot) else value for name, value in self.args.items()}
+        return KernelCall(self.kernel, self.grid, args, self.constants, self.options)
+
+    def run(self) -> Any:
+        """Launches it; returns the compiled kernel."""
+        return self.kernel[self.grid](**self.args, **self.constants, **self.options)
+
+
+class _Launcher:
+    """Launches one call again and again: by Triton's JIT the first time, by the kernel that came of it from then on."""
+
+    __slots__ = ("_compiled", "_grid", "_slots", "_template", "call")
+
+    def __init__(self, call: KernelCall) -> None:
+        values = {**call.args, **call.constants}
+        self.call = call
+        self._template = [values[parameter.name] for parameter in call.kernel.params]
+        self._slots = [(index, value) for index, value in enumerate(self._template) if isinstance(value, Slot)]
+        self._grid = (*call.grid, 1, 1)[:3]
+        self._compiled: Any = None
+
+    def run(self, tensors: Tensors) -> None:
+        if self._compiled is None:
+            self._compiled = self.call.bind(tensors).run()
+            return
+        args = self._template.copy()
+        for index, slot in self._slots:
+            args[index] = slot.bind(tensors)
+        self._compiled[self._grid](*args)
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """An operand as a kernel reads it.
+    """How a kernel reads an operand.
 
     Attributes:
-        data: `[outer, stored / codes a byte]`.
-        scale: `QuantizedTensor.block_scale`, or None.
+        name: `a` or `b`.
         meta: `gemm_decode.OperandMeta`.
         stored: Length of the stored contraction.
+        strides: Of what is read, `[outer, stored / codes a byte]`.
         outer: Neighbours in memory are rows.
+        view: FP8 dtype as which codes are read, or None.
+        scratch: Shape of the scratch copy that is read instead, or None; its rows may be cut to `stored`.
     """
 
-    data: torch.Tensor
-    scale: torch.Tensor | None
-    meta: tuple[object, ...]
+    name: str
+    meta: Any
     stored: int
-    outer: bool
+    strides: tuple[int, int]
+    outer: bool = False
+    view: torch.dtype | None = None
+    scratch: tuple[int, int] | None = None
+
+    def tensors(self, operand: Operand) -> dict[str, torch.Tensor | None]:
+        """What the slots of this operand hold; allocates its scratch."""
+        name = self.name
+        if not isinstance(operand, QuantizedTensor):
+            return {name: operand, f"{name}_scale": None}
+        operand = operand.plain()
+        read = operand.data
+        if self.scratch is not None:
+            dtype = torch.bfloat16 if self.view is None else torch.uint8
+            read = torch.empty(self.scratch, dtype=dtype, device=operand.device)
+            if self.view is None and self.scratch[1] != self.stored:
+                read = read[:, : self.stored]
+        found = {f"{name}_codes": operand.data, f"{name}_scale": operand.block_scale, f"{name}_scratch": read}
+        return {name: read if self.view is None else read.view(self.view), **found}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The calls of one product, in order, without its tensors.
+
+    Attributes:
+        left: How a is read.
+        right: How b is read.
+        parts: Shape of the partial sums `[split_k, M, N]`, or None.
+        calls: The calls, tensors as Slots.
+    """
+
+    left: _Source
+    right: _Source
+    parts: tuple[int, int, int] | None
+    calls: tuple[KernelCall, ...]
+    _launchers: list[_Launcher] = field(default_factory=list, repr=False)
+
+    def tensors(self, a: Operand, b: Operand, bias: torch.Tensor | None, y: torch.Tensor) -> Tensors:
+        """Slot -> tensor. Scratch is allocated here and lives as long as the mapping."""
+        found = {**self.left.tensors(a), **self.right.tensors(b), "bias": bias, "y": y}
+        if self.parts is not None:
+            found["parts"] = torch.empty(self.parts, dtype=torch.float32, device=y.device)
+        return found
+
+    def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+        """Launches the calls, after which y holds the product. The tensors must have the facts the program was built for."""
+        if not self._launchers:
+            self._launchers.extend(map(_Launcher, self.calls))
+        tensors = self.tensors(a, b, bias, y)
+        for launcher in self._launchers:
+            launcher.run(tensors)
 
 
 def plan(
     a: Operand, b: Operand, bias: torch.Tensor | None, y: torch.Tensor, key: GemmKey, config: GemmConfig
 ) -> list[KernelCall]:
-    """The calls, in order, after which y = a @ b.T (+ bias), or y += a @ b.T where the key says so.
+    """The calls, with their tensors, after which y = a @ b.T (+ bias), or y += a @ b.T where the key says so."""
+    program = program_of(a, b, y, key, config)
+    tensors = program.tensors(a, b, bias, y)
+    return [call.bind(tensors) for call in program.calls]
 
-    Scratch memory is allocated here and lives as long as the calls. `config` must suit the key (`gemm_config.refusal`).
-    """
+
+def program_of(a: Operand, b: Operand, y: torch.Tensor, key: GemmKey, config: GemmConfig) -> Program:
+    """The program of a product. `config` must suit the key (`gemm_config.refusal`)."""
     calls: list[KernelCall] = []
-    left, right = (_source(x, kind, key, config, calls) for x, kind in ((a, key.a), (b, key.b)))
+    left, right = (_source(n, x, kind, key, config, calls) for n, x, kind in (("a", a, key.a), ("b", b, key.b)))
+    parts = (config.split_k, key.rows, key.cols) if config.split_k > 1 else None
     if config.loads == "descriptors":
-        calls.append(_multiply_descriptors(left, right, bias, y, key, config))
-    elif config.split_k > 1:
-        parts = torch.empty(config.split_k, key.rows, key.cols, dtype=torch.float32, device=y.device)
-        calls.append(_multiply_pointers(left, right, None, parts, key, config))
-        calls.append(_sum_shares(parts, bias, y, key))
+        calls.append(_multiply_descriptors(left, right, key, config))
+    elif parts is not None:
+        calls.append(_multiply_pointers(left, right, "parts", (key.cols, 1), key, config))
+        calls.append(_sum_shares(y.stride(), key, config))
     else:
-        calls.append(_multiply_pointers(left, right, bias, y, key, config))
-    return calls
+        calls.append(_multiply_pointers(left, right, "y", y.stride(), key, config))
+    return Program(left, right, parts, tuple(calls))
 
 
-def decode_call(operand: QuantizedTensor, length: int) -> tuple[torch.Tensor, KernelCall]:
-    """Scratch for bf16 `[outer, length]`, and the call that fills it: MX values, or FP8 codes without their fp32 scales."""
-    from primus_turbo_plugin.kernels.triton.gemm_decode import OperandMeta, decode_kernel
-
-    stride = -(-length // _SCRATCH_ROW_ELEMENTS) * _SCRATCH_ROW_ELEMENTS
-    values = torch.empty(operand.outer, stride, dtype=torch.bfloat16, device=operand.device)[:, :length]
-    rows, block_k = 16, 256
-    args = {
-        "data_ptr": operand.data, "scale_ptr": operand.block_scale, "out_ptr": values,
-        "rows": operand.outer, "length": length, "stored": operand.padded_contraction,
-        "stride_row": operand.data.stride(0), "stride_out": stride,
-    }  # fmt: skip
-    grid = (-(-length // block_k), -(-operand.outer // rows))
-    constants = {"META": OperandMeta.of(operand), "ROWS": rows, "BLOCK_K": block_k}
-    return values, KernelCall(decode_kernel, grid, args, constants, {"num_warps": 4})
-
-
-def fnuz_call(operand: QuantizedTensor) -> tuple[torch.Tensor, KernelCall]:
-    """Scratch for an FP8 operand's codes in the FNUZ encoding, and the call that fills it."""
-    from primus_turbo_plugin.kernels.triton.gemm_decode import fnuz_kernel
-
-    codes, element, block = torch.empty_like(operand.data), operand.spec.element_type.name, 4096
-    args = {"data_ptr": operand.data, "out_ptr": codes, "size": codes.numel()}
-    constants = {"FIRST_NAN": _FIRST_NAN[element], "BLOCK": block}
-    call = KernelCall(fnuz_kernel, (-(-codes.numel() // block),), args, constants, {"num_warps": 4})
-    return codes.view(_FNUZ_DTYPES[element]), call
-
-
-def _source(operand: Operand, kind: OperandKey, key: GemmKey, config: GemmConfig, calls: list[KernelCall]) -> _Source:
+def _source(
+    name: str, operand: Operand, kind: OperandKey, key: GemmKey, config: GemmConfig, calls: list[KernelCall]
+) -> _Source:
+    """How an operand is read; appends the call that decodes it, if one does."""
     from primus_turbo_plugin.kernels.triton.gemm_decode import PLAIN, OperandMeta
 
     if not isinstance(operand, QuantizedTensor):
-        return _Source(operand, None, PLAIN, operand.shape[1], kind.contiguous == "outer")
-    operand, meta = operand.plain(), OperandMeta.of(operand)
+        return _Source(name, PLAIN, operand.shape[1], operand.stride(), kind.contiguous == "outer")
+    meta, stored, strides = OperandMeta.of(operand), operand.padded_contraction, operand.data.stride()
     if config.units == "half" and config.decode == "scratch":
-        values, call = decode_call(operand, key.contraction)
-        calls.append(call)
-        return _Source(values, operand.block_scale, meta.decoded(), key.contraction, False)
-    data = operand.data
+        width = -(-key.contraction // _SCRATCH_ROW_ELEMENTS) * _SCRATCH_ROW_ELEMENTS
+        calls.append(_decode(name, operand, meta, key.contraction, width))
+        return _Source(name, meta.decoded(), key.contraction, (width, 1), scratch=(operand.outer, width))
     if config.units == "fp8" and config.decode == "scratch":
-        data, call = fnuz_call(operand)
-        calls.append(call)
-    elif config.units == "fp8":
-        data = data.view(_FP8_DTYPES[kind.element])
-    return _Source(data, operand.block_scale, meta, operand.padded_contraction, False)
+        calls.append(_to_fnuz(name, operand))
+        view = _FNUZ_DTYPES[kind.element]
+        return _Source(name, meta, stored, strides, view=view, scratch=tuple(operand.data.shape))  # type: ignore[arg-type]
+    return _Source(name, meta, stored, strides, view=_FP8_DTYPES[kind.element] if config.units == "fp8" else None)
+
+
+def _decode(name: str, operand: QuantizedTensor, meta: Any, length: int, width: int) -> KernelCall:
+    """Fills scratch with bf16 `[outer, length]`: MX values, or FP8 codes without their fp32 scales."""
+    from primus_turbo_plugin.kernels.triton.gemm_decode import decode_kernel
+
+    rows, block_k = 16, 256
+    args = {
+        "data_ptr": Slot(f"{name}_codes"), "scale_ptr": Slot(f"{name}_scale"), "out_ptr": Slot(f"{name}_scratch"),
+        "rows": operand.outer, "length": length, "stored": operand.padded_contraction,
+        "stride_row": operand.data.stride(0), "stride_out": width,
+    }  # fmt: skip
+    grid = (-(-length // block_k), -(-operand.outer // rows))
+    return KernelCall(decode_kernel, grid, args, {"META": meta, "ROWS": rows, "BLOCK_K": block_k}, {"num_warps": 4})
+
+
+def _to_fnuz(name: str, operand: QuantizedTensor) -> KernelCall:
+    """Fills scratch with an FP8 operand's codes in the FNUZ encoding."""
+    from primus_turbo_plugin.kernels.triton.gemm_decode import fnuz_kernel
+
+    size, block = operand.data.numel(), 4096
+    args = {"data_ptr": Slot(f"{name}_codes"), "out_ptr": Slot(f"{name}_scratch"), "size": size}
+    constants = {"FIRST_NAN": _FIRST_NAN[operand.spec.element_type.name], "BLOCK": block}
+    return KernelCall(fnuz_kernel, (-(-size // block),), args, constants, {"num_warps": 4})
 
 
 def _multiply_pointers(
-    a: _Source, b: _Source, bias: torch.Tensor | None, y: torch.Tensor, key: GemmKey, config: GemmConfig
+    a: _Source, b: _Source, result: str, strides: tuple[int, ...], key: GemmKey, config: GemmConfig
 ) -> KernelCall:
-    """The product into y `[M, N]`, or into its partial sums `[split_k, M, N]`."""
+    """The product into `[M, N]` of those strides, or into partial sums `[split_k, M, N]`."""
     from primus_turbo_plugin.kernels.triton.gemm_kernel import gemm_nt_kernel
 
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     pieces = config.tiles(key) * config.split_k
-    stride_om, stride_on = y.stride()[-2:]
-    reach = [(block_m, a.data.stride(0)), (block_n, b.data.stride(0)), (block_m, stride_om), (block_n, stride_on)]
-    reach += [(block_k, a.data.stride(1)), (block_k, b.data.stride(1))]
+    reach = [(block_m, a.strides[0]), (block_n, b.strides[0]), (block_m, strides[0]), (block_n, strides[1])]
+    reach += [(block_k, a.strides[1]), (block_k, b.strides[1])]
     args = {
-        "a_ptr": a.data, "a_scale": a.scale, "b_ptr": b.data, "b_scale": b.scale, "bias_ptr": bias, "out_ptr": y,
-        "M": key.rows, "N": key.cols, "length": key.contraction, "a_stored": a.stored, "b_stored": b.stored,
-        "stride_am": a.data.stride(0), "stride_ak": a.data.stride(1),
-        "stride_bn": b.data.stride(0), "stride_bk": b.data.stride(1),
-        "stride_om": stride_om, "stride_on": stride_on,
+        **_operands(a, b, key, config), "out_ptr": Slot(result),
+        "stride_am": a.strides[0], "stride_ak": a.strides[1], "stride_bn": b.strides[0], "stride_bk": b.strides[1],
+        "stride_om": strides[0], "stride_on": strides[1],
     }  # fmt: skip
+    if config.split_k > 1:
+        args["bias_ptr"] = None
     constants = {
-        "A": a.meta, "B": b.meta, "A_OUTER": a.outer, "B_OUTER": b.outer, "UNITS": config.units,
-        "ACCUMULATE": key.accumulate and config.split_k == 1,
+        **_constants(a, b, key, config), "ACCUMULATE": key.accumulate and config.split_k == 1,
         "EVEN_M": key.rows % block_m == 0, "EVEN_N": key.cols % block_n == 0,
         "EVEN_K": key.contraction % block_k == 0 and min(a.stored, b.stored) >= key.contraction,
         "WIDE": max(block * abs(stride) for block, stride in reach) >= _WIDE_OFFSET,
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": config.group_m, "XCDS": config.num_xcds,
-        "SPLIT_K": config.split_k, "PARTS": config.epilogue_parts, "FNUZ": config.units == "fp8" and config.decode == "scratch",
-        "PERSISTENT": config.persistent,
+        "XCDS": config.num_xcds, "SPLIT_K": config.split_k,
+        "FNUZ": config.units == "fp8" and config.decode == "scratch",
     }  # fmt: skip
     grid = (min(pieces, key.compute_units) if config.persistent else pieces,)
     return KernelCall(gemm_nt_kernel, grid, args, constants, _options(config))
 
 
-def _multiply_descriptors(
-    a: _Source, b: _Source, bias: torch.Tensor | None, y: torch.Tensor, key: GemmKey, config: GemmConfig
-) -> KernelCall:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
+def _multiply_descriptors(a: _Source, b: _Source, key: GemmKey, config: GemmConfig) -> KernelCall:
     from primus_turbo_plugin.kernels.triton.gemm_descriptor_kernel import gemm_descriptor_kernel
 
-    def describe(source: _Source, block: int) -> TensorDescriptor:
+    def described(source: _Source, block: int) -> Slot:
         if source.outer:
-            return TensorDescriptor.from_tensor(source.data.t(), [config.block_k, block])
-        return TensorDescriptor.from_tensor(source.data, [block, config.block_k])
+            return Slot(source.name, (config.block_k, block), turned=True)
+        return Slot(source.name, (block, config.block_k))
 
-    args = {
-        "a_desc": describe(a, config.block_m), "a_scale": a.scale,
-        "b_desc": describe(b, config.block_n), "b_scale": b.scale, "bias_ptr": bias,
-        "out_desc": TensorDescriptor.from_tensor(y, [config.block_m, config.block_n // config.epilogue_parts]),
-        "M": key.rows, "N": key.cols, "length": key.contraction, "a_stored": a.stored, "b_stored": b.stored,
+    args = _operands(a, b, key, config)
+    del args["a_ptr"], args["b_ptr"]
+    args |= {
+        "a_desc": described(a, config.block_m), "b_desc": described(b, config.block_n),
+        "out_desc": Slot("y", (config.block_m, config.block_n // config.epilogue_parts)),
     }  # fmt: skip
-    constants = {
-        "A": a.meta, "B": b.meta, "A_OUTER": a.outer, "B_OUTER": b.outer, "UNITS": config.units,
-        "ACCUMULATE": key.accumulate, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-        "GROUP": config.group_m, "PARTS": config.epilogue_parts, "PERSISTENT": config.persistent,
-    }  # fmt: skip
+    constants = {**_constants(a, b, key, config), "ACCUMULATE": key.accumulate}
     tiles = config.tiles(key)
     grid = (min(tiles, key.compute_units) if config.persistent else tiles,)
     return KernelCall(gemm_descriptor_kernel, grid, args, constants, _options(config))
 
 
-def _sum_shares(parts: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, key: GemmKey) -> KernelCall:
+def _operands(a: _Source, b: _Source, key: GemmKey, config: GemmConfig) -> dict[str, Any]:
+    """Arguments that both multiplying kernels take."""
+    return {
+        "a_ptr": Slot("a"), "a_scale": Slot("a_scale"), "b_ptr": Slot("b"), "b_scale": Slot("b_scale"), "bias_ptr": Slot("bias"),
+        "M": key.rows, "N": key.cols, "length": key.contraction, "a_stored": a.stored, "b_stored": b.stored,
+    }  # fmt: skip
+
+
+def _constants(a: _Source, b: _Source, key: GemmKey, config: GemmConfig) -> dict[str, Any]:
+    """Compile-time constants that both multiplying kernels take."""
+    return {
+        "A": a.meta, "B": b.meta, "A_OUTER": a.outer, "B_OUTER": b.outer, "UNITS": config.units,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": config.group_m,
+        "PARTS": config.epilogue_parts, "PERSISTENT": config.persistent,
+    }  # fmt: skip
+
+
+def _sum_shares(strides: tuple[int, ...], key: GemmKey, config: GemmConfig) -> KernelCall:
     from primus_turbo_plugin.kernels.triton.gemm_kernel import sum_shares_kernel
 
     rows, cols = 4, 256
     args = {
-        "part_ptr": parts, "bias_ptr": bias, "out_ptr": y,
-        "M": key.rows, "N": key.cols, "stride_om": y.stride(0), "stride_on": y.stride(1),
+        "part_ptr": Slot("parts"), "bias_ptr": Slot("bias"), "out_ptr": Slot("y"),
+        "M": key.rows, "N": key.cols, "stride_om": strides[0], "stride_on": strides[1],
     }  # fmt: skip
-    constants = {"SPLIT_K": parts.shape[0], "ACCUMULATE": key.accumulate, "ROWS": rows, "COLS": cols}
-    return KernelCall(
-        sum_shares_kernel, (-(-key.rows // rows), -(-key.cols // cols)), args, constants, {"num_warps": 4}
-    )
+    constants = {"SPLIT_K": config.split_k, "ACCUMULATE": key.accumulate, "ROWS": rows, "COLS": cols}
+    grid = (-(-key.rows // rows), -(-key.cols // cols))
+    return KernelCall(sum_shares_kernel, grid, args, constants, {"num_warps": 4})
 
 
 def _options(config: GemmConfig) -> dict[str, int]:

@@ -155,6 +155,26 @@ def test_every_configuration_computes_the_product_with_the_same_bits_every_time(
 
 
 @needs_gpu
+@pytest.mark.parametrize(
+    "config", [CONFIGS[name] for name in ("pointers", "split", "tma", "tma scratch", "fp8 units tma")]
+)
+def test_a_product_like_an_earlier_one_reads_its_own_tensors(config, rng) -> None:
+    """Later calls skip Triton's look at the arguments: other tensors, then another alignment, must still be seen."""
+    spec = QuantSpec(format="mxfp4") if config.decode == "scratch" else None
+    spec = QuantSpec(format="fp8", block="rowwise") if config.units == "fp8" else spec
+    for _ in range(3):
+        a, b = _operand(spec, 200, 512, rng), _operand(spec, 136, 512, rng)
+        for out_dtype in (torch.float32, torch.bfloat16):
+            y = turbo.gemm_nt(a, b, out_dtype=out_dtype, config=config)
+            assert _snr_db(y, _product(a, b)) > SNR_DB
+    if spec is None and config.loads == "pointers":
+        wide = _operand(None, 200, 520, rng)
+        for start in (1, 8, 3):
+            a = wide[:, start : start + 512]
+            assert _snr_db(turbo.gemm_nt(a, b, out_dtype=torch.float32, config=config), _product(a, b)) > SNR_DB
+
+
+@needs_gpu
 @each_config
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn", "tt"])
 @pytest.mark.parametrize("shape", [(1, 17, 200), (130, 264, 72), (17, 1, 33), (200, 136, 8), (129, 33, 200)], ids=str)
