@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -146,6 +147,33 @@ def _rows(case: Case, formats: list[str]) -> list[Row]:
     return rows
 
 
+def _host_us(kernel: Callable[..., torch.Tensor], a: Operand, b: Operand, calls: int = 200) -> float:
+    """Microseconds of host time a call takes, on a product so small that the GPU waits for the host."""
+    for _ in range(5):
+        kernel(a, b, out_dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        kernel(a, b, out_dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    return 1e6 * (time.perf_counter() - start) / calls
+
+
+def _report_host_time(formats: list[str]) -> None:
+    case = Case(gemm="fprop", shape="128x128x128", m=128, n=128, k=128)
+    plain = case.operands()
+    print(
+        f"\nHost time of a call on {case.shape}: torch.matmul {_host_us(torch_native.gemm_nt, *plain):.0f} us", end=""
+    )
+    for name in formats:
+        specs = _FORMATS[name]
+        operands = plain if specs is None else _quantized(case, plain, specs)
+        print(f", triton {name} {_host_us(turbo.gemm_nt, *operands):.0f} us", end="")
+        if specs is not None and gemm_scaled.supports(GemmRequest.of(*operands, torch.bfloat16)) is None:
+            print(f", _scaled_mm {name} {_host_us(gemm_scaled.gemm_nt, *operands):.0f} us", end="")
+    print()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", help="names such as llama3_8b.fc1; default: all")
@@ -161,6 +189,7 @@ def main() -> None:
         for gemm in options.gemms:
             report(_rows(Case.of(linear, gemm, options.tokens), options.formats), options.json)
             torch.cuda.empty_cache()
+    _report_host_time(options.formats)
 
 
 if __name__ == "__main__":
