@@ -14,8 +14,8 @@ and a layer passes its cache only where one of the last two is known to report e
 
 What is not noticed: a write through `.data` between two forwards of one schedule, or before a forward in the same mode that no
 schedule runs; and, in a module that no schedule announces to (outside `decoder.layers`, without fp8 or fp4), one between two
-training forwards under DDP without an optimizer step. torch gives no sign of such a write short of reading the weight again, which
-costs as much as the cast it would save. `begin_step()` or `clear()` after it is the remedy.
+training forwards under DDP without an optimizer step. torch gives no sign of such a write short of reading the weight again,
+which costs as much as the cast it would save. `begin_step()` or `clear()` after it is the remedy.
 """
 
 from __future__ import annotations
