@@ -51,7 +51,7 @@ _TOY = {"tokens": 256, "heads": 4, "groups": 2, "dim": 16, "check_tokens": 64}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Times in milliseconds of the slowest rank; `attention`, `messages` and `hidden` for the ring only."""
+    """Times in milliseconds of the slowest rank, MiB of the one that sends most; `attention` to `hidden` for the ring only."""
 
     algorithm: str
     direction: str
@@ -228,7 +228,10 @@ def _ring_times(
     ring.exchange = exchange
     messages, num_bytes = _messages(case, backward)
     travel = _clock(messages, device)
-    hidden = min(1.0, max(0.0, (alone + travel - together) / travel))
+    most = torch.tensor(num_bytes, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    num_bytes = int(most)
+    hidden = min(1.0, max(0.0, (alone + travel - together) / travel)) if num_bytes else None
     return {"attention_ms": alone, "messages_ms": travel, "message_mib": num_bytes / 2**20, "hidden": hidden}
 
 
