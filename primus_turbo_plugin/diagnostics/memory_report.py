@@ -68,7 +68,7 @@ def memory_lines(sizes: ModelSizes, layout: Layout, groups: Sequence[LayerKeeps]
         rows.append(
             ("together", "", "", size(group.bf16_nbytes), size(group.nbytes), less(group.nbytes, group.bf16_nbytes))
         )
-        lines += ["", *section(f"Layers {ranges(group.layers)}, each", rows)]
+        lines += ["", *section(_which(group).capitalize(), rows)]
     kept, in_bf16 = (in_flight * nbytes for nbytes in totals(groups))
     rest = rest_of_layer(sizes, layout)
     others = in_flight * sum(rest.values()) * sum(len(group.layers) for group in groups)
@@ -101,10 +101,7 @@ def startup_rows(
     def figure(nbytes: int) -> str:
         return f"{nbytes / layout.tokens:.0f} bytes a token" if per_token else size(nbytes)
 
-    rows = [
-        (f"layers {ranges(group.layers)}, each", f"{figure(group.nbytes)}, in BF16 {figure(group.bf16_nbytes)}")
-        for group in groups
-    ]
+    rows = [(_which(group), f"{figure(group.nbytes)}, in BF16 {figure(group.bf16_nbytes)}") for group in groups]
     return [*rows, ("all layers", f"{figure(kept)}, in BF16 {figure(in_bf16)}: {less(kept, in_bf16)}")]
 
 
@@ -155,6 +152,11 @@ def less(nbytes: int, of: int) -> str:
         return "the same"
     change = f"{size(abs(of - nbytes))} {'less' if nbytes < of else 'more'}"
     return f"{change}, {nbytes / of:.0%} of BF16" if of else change
+
+
+def _which(group: LayerKeeps) -> str:
+    several = len(group.layers) > 1
+    return f"layers {ranges(group.layers)}, each" if several else f"layer {group.layers[0]}"
 
 
 def _split(layout: Layout) -> str:

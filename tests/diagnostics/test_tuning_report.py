@@ -94,7 +94,7 @@ def test_the_startup_report_of_a_model_says_what_its_linears_keep(capsys: pytest
     rows = dict(memory_rows(config, GptSpecs(config, turbo, None).linear_plans()))
     # qkv, fc1 and fc2 keep 128 + 128 + 512 inputs, proj (whose BF16 input attention keeps) 128 more, at 17/32 bytes
     assert rows["layers 1-3, each"] == "476 bytes a token, in BF16 1536 bytes a token"
-    assert rows["layers 0, each"].startswith("1536 bytes a token")
+    assert rows["layer 0"].startswith("1536 bytes a token")
     assert "31% of BF16" not in rows["all layers"]
     experts = megatron_config(num_moe_experts=4, moe_ffn_hidden_size=64)
     assert memory_rows(experts, GptSpecs(experts, turbo, None).linear_plans()) == []
