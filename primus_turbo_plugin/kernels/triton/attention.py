@@ -1,7 +1,8 @@
 """Flash attention, forward and backward (Triton backend).
 
-The operators are in attention_ops.py, launches in attention_launch.py, kernels in attention_fwd.py and attention_bwd.py. What a
-call does not need costs nothing: windows, sinks, softcap, dropout, packing and zig-zag order are compiled in where asked for.
+The operators are in attention_ops.py, launches in attention_launch.py, portable kernels in attention_fwd.py,
+attention_dkdv.py and attention_dq.py, Hopper's in attention_hopper*.py. What a call does not need costs nothing: windows, sinks,
+softcap, dropout, packing and zig-zag order are compiled in where asked for.
 """
 
 from __future__ import annotations

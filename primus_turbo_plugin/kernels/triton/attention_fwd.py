@@ -1,4 +1,4 @@
-"""out = softmax(scale * q @ k.T, sinks) @ v and its log-sum-exp (Triton kernel); the launcher is in attention.py.
+"""out = softmax(scale * q @ k.T, sinks) @ v and its log-sum-exp (Triton kernel); the launcher is in attention_launch.py.
 
 Math      online softmax in base 2: over blocks of keys, m' = max(m, max S), l' = l 2^(m - m') + sum 2^(S - m'), and acc likewise;
           a sink starts a row at m = sink, l = 1. out = acc / l, lse = (m + log2 l) ln 2

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from primus_turbo_plugin.kernels.attention_dropout import drop_threshold
-from primus_turbo_plugin.kernels.triton.attention_bwd import (
-    attention_delta_kernel,
-    attention_dkdv_kernel,
-    attention_dq_kernel,
-)
+from primus_turbo_plugin.kernels.triton.attention_bwd import attention_delta_kernel
+from primus_turbo_plugin.kernels.triton.attention_dkdv import attention_dkdv_kernel
+from primus_turbo_plugin.kernels.triton.attention_dq import attention_dq_kernel
 from primus_turbo_plugin.kernels.triton.attention_fwd import attention_fwd_kernel
 from primus_turbo_plugin.kernels.triton.attention_tile import AttentionMeta
 from primus_turbo_plugin.kernels.triton.attention_tiles import Tile
