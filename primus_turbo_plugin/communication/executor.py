@@ -192,7 +192,8 @@ class Channel:
             if self._arena is not None:
                 self.transport.release(self._arena)
             self._slot_bytes = max(total, _ALIGNMENT)
-            self._arena = self.transport.allocate(SLOTS * self._slot_bytes)
+            with torch.inference_mode(False):  # an evaluation may come first, and training must write into it
+                self._arena = self.transport.allocate(SLOTS * self._slot_bytes)
             self._sequence = 0
         return self._arena, tuple(offsets)
 

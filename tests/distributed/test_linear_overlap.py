@@ -220,3 +220,21 @@ def test_compiled_code_around_an_overlapped_linear_gives_the_same_bits(rank_info
                 results.append((y.detach(), leaves[0].grad, leaves[1].grad))
         for found in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+
+
+@ranks(world_size=2)
+def test_an_evaluation_may_come_before_training(rank_info: RankInfo) -> None:
+    """Slots made in inference mode must be writable, by every thread, out of it."""
+    g, use = torch.Generator().manual_seed(rank_info.seed), OverlapUse(overlap=_overlap())
+    for mode in ("column", "row"):
+        x, w, dy = _shards(mode, rank_info, g, 8, torch.float32)
+        parallel = TensorParallel(mode=mode, group=torch.distributed.group.WORLD, sequence_parallel=True)
+        plain = make_call(plan("bf16"), torch.float32, parallel=parallel)
+        ours = dataclasses.replace(plain, overlap=use)
+        expected = _run(x, w, dy, plain)
+        with torch.inference_mode():
+            assert torch.equal(linear(x.clone(), w.clone(), None, ours), expected["y"])
+        for name, value in _run(x, w, dy, ours).items():
+            assert torch.equal(value, expected[name])
+        with torch.no_grad():
+            assert torch.equal(linear(x, w, None, ours), expected["y"])

@@ -61,7 +61,7 @@ def test_it_trains_both_recipes_resumes_and_reports(tmp_path: Path) -> None:
 
 def test_overlapped_collectives_train_to_the_same_losses(tmp_path: Path) -> None:
     """Over shared memory, where every schedule runs for real: bits of a run repeat, and the resumed run must find them too."""
-    argv = ("--recipes", "mxfp4", "--steps", "6", "--save-at", "4", "--pp", "1")
+    argv = ("--recipes", "mxfp4", "--steps", "4", "--save-at", "3", "--pp", "1")
     losses = []
     for flags in ((), ("--overlap",)):
         folder = tmp_path / "-".join(("run", *flags))
@@ -74,7 +74,7 @@ def test_overlapped_collectives_train_to_the_same_losses(tmp_path: Path) -> None
         report = (out / "mxfp4" / "logs" / "rank0.log").read_text()
         assert ("transport: shared_memory over 2 ranks, data moved by cpu threads" in report) == bool(flags)
         assert ("tp_comm_overlap = True" in report) == bool(flags)
-    assert len(losses[0]) == 6
+    assert len(losses[0]) == 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 

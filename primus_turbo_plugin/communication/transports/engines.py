@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
 from torch.profiler import record_function
 
 from primus_turbo_plugin.errors import UnsupportedError
@@ -25,6 +26,7 @@ class Engine(threading.Thread):
         self._failure: BaseException | None = None
         self.start()
 
+    @torch.no_grad()  # modes are a thread's own
     def run(self) -> None:
         while (item := self._work.get()) is not None:
             label, action = item

@@ -132,13 +132,20 @@ class SdmaTransport(Transport):
     def begin(self, arena: Arena, value: int, expected: Sequence[Expected], puts: Sequence[Put]) -> None:
         """The table moves on with the numbers: on compute, while no lane copies from it."""
         assert isinstance(arena, PeerArena)
-        self._compute = torch.cuda.current_stream(self.device)
+        self._follow()
         if value - arena.base >= _TABLE:
             arena.numbers += _TABLE
             arena.base += _TABLE
 
     def resume(self, arena: Arena) -> None:
-        self._compute = torch.cuda.current_stream(self.device)
+        self._follow()
+
+    def _follow(self) -> None:
+        """The caller may have gone to another stream; its calls stay in order all the same."""
+        now = torch.cuda.current_stream(self.device)
+        if now != self._compute:
+            now.wait_stream(self._compute)
+            self._compute = now
 
     def _lane(self, lane: int) -> torch.cuda.Stream:
         while len(self._lanes) <= lane:
