@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def rms_norm_input(
     reason = norm_fusion_refusal(x, gamma, call, with_wgrad=with_wgrad)
     if reason is not None:
         return rms_norm(x, gamma, eps, zero_centered_gamma=zero_centered_gamma, kernels=kernels), call
-    fused = _fused_backend(call.kernels, "x", "rms_norm", x, specs, gamma.dtype)
+    fused = fused_backend(call.kernels, "x", "rms_norm", x, x.shape[1], specs, gamma.dtype)
     assert isinstance(fused, Backend)
     norm = default_registry().select("norm", NormRequest.of("rms_norm", x, gamma), kernels)
     copies: list[QuantizedTensor | None] = []
@@ -79,20 +79,42 @@ def rms_norm_input(
 
 def norm_fusion_refusal(x: Tensor, gamma: Tensor, call: LinearCall, *, with_wgrad: bool) -> str | None:
     """Why an RMS norm in front of this linear runs apart, or None."""
+    return fusion_refusal("rms_norm", x, x.shape[1], call, with_wgrad=with_wgrad, weight_dtype=gamma.dtype)
+
+
+def fusion_refusal(
+    kind: Literal["rms_norm", "swiglu"],
+    x: Tensor,
+    features: int,
+    call: LinearCall,
+    *,
+    with_wgrad: bool,
+    weight_dtype: torch.dtype | None = None,
+) -> str | None:
+    """Why an op in front of a linear runs apart, or None.
+
+    Args:
+        kind: The op.
+        x: Its input, [tokens, ...] of this rank.
+        features: Columns of its output, the linear's input size.
+        call: The linear's call.
+        with_wgrad: Whether the linear's wgrad will run.
+        weight_dtype: dtype of the norm's weight.
+    """
     row, column = operand_specs(call.plan, "x")
     if row is None or (with_wgrad and column is None):
         return "the linear needs x unquantised as well"
     if not compute_dtype(x) == x.dtype == call.kernels.dtype:
-        return f"x is cast from {x.dtype} to {call.kernels.dtype} behind the norm"
+        return f"x is cast from {x.dtype} to {call.kernels.dtype} behind it"
     if call.parallel.gathers_input:
-        tokens, features = x.shape
+        tokens = x.shape[0]
         aligned = shards_align(row, (tokens, features), "outer")
         if with_wgrad:
             assert column is not None
             aligned = aligned and shards_align(column, (features, tokens), "contraction")
         if not aligned:
             return "blocks lie across ranks, so that x is gathered before it is quantised"
-    fused = _fused_backend(call.kernels, "x", "rms_norm", x, (row, column if with_wgrad else None), gamma.dtype)
+    fused = fused_backend(call.kernels, "x", kind, x, features, (row, column if with_wgrad else None), weight_dtype)
     return fused if isinstance(fused, str) else None
 
 
@@ -125,14 +147,15 @@ def gradient_sum(call: LinearCall, dy: Tensor) -> Tensor:
 
 
 def _gradient_backend(call: LinearCall, dy: Tensor) -> Backend[FusedQuantizeRequest] | str:
-    return _fused_backend(call.kernels, "dy", "sums", dy, operand_specs(call.plan, "dy"), None)
+    return fused_backend(call.kernels, "dy", "sums", dy, dy.shape[1], operand_specs(call.plan, "dy"), None)
 
 
-def _fused_backend(
+def fused_backend(
     kernels: LinearKernels,
     operand: str,
-    kind: Any,
+    kind: Literal["rms_norm", "swiglu", "sums"],
     t: Tensor,
+    hidden: int,
     specs: tuple[QuantSpec | None, QuantSpec | None],
     weight_dtype: torch.dtype | None,
 ) -> Backend[FusedQuantizeRequest] | str:
@@ -149,7 +172,7 @@ def _fused_backend(
         device=t.device.type,
         kind=kind,
         dtype=t.dtype,
-        hidden=t.shape[1],
+        hidden=hidden,
         weight_dtype=weight_dtype,
         row_spec=specs[0],
         col_spec=specs[1],

@@ -125,6 +125,21 @@ def swiglu_fwd(x: Tensor) -> Tensor:
     return (silu(gate) * up).to(x.dtype)
 
 
+def swiglu_bwd(dy: Tensor, x: Tensor) -> Tensor:
+    """Gradient of `swiglu_fwd`: dgate = dy up s (1 + gate (1 - s)), dup = dy silu(gate), s = sigmoid(gate), rounded once.
+
+    Args:
+        dy: `[..., hidden]`.
+        x: `[..., 2 * hidden]`, the forward's input.
+
+    Returns:
+        `[..., 2 * hidden]` in x's dtype.
+    """
+    gate, up = x.float().chunk(2, dim=-1)
+    sigmoid, dy = torch.sigmoid(gate), dy.float()
+    return torch.cat((dy * up * (sigmoid * (1 + gate * (1 - sigmoid))), dy * (gate * sigmoid)), dim=-1).to(x.dtype)
+
+
 def silu(g: Tensor) -> Tensor:
     """g / (1 + exp(-g)) of fp32 to about 3e-7 relative, by multiplications, additions and integer arithmetic alone.
 
