@@ -165,8 +165,10 @@ class LinearCall:
             ShapeError: Names recipe, module, GEMM, multiple, length and remedy.
         """
         precision = self.plan.precision
+        if precision.padding != "refuse":
+            return
         multiple = contraction_multiple(*precision.gemm(gemm))
-        if precision.padding == "refuse" and length % multiple:
+        if length % multiple:
             path = self.plan.path or "linear"
             raise ShapeError(
                 f"recipe '{self.plan.recipe}', {path}: {symbol}, the contraction of {gemm} "
