@@ -240,6 +240,18 @@ def test_operands_and_results_of_over_2_to_the_31_elements(layout) -> None:
 
 
 @needs_gpu
+def test_rows_so_far_apart_that_offsets_within_a_tile_need_64_bits(rng) -> None:
+    if torch.cuda.get_device_properties(0).total_memory < 16 << 30:
+        pytest.skip("needs 16 GiB of GPU memory")
+    wide = torch.empty(300, 9_000_008, device="cuda", dtype=torch.bfloat16)
+    a = wide[:, :512].normal_()
+    b = torch.randn(72, 512, generator=rng).bfloat16().cuda()
+    assert a.stride(0) * 299 > 2**31
+    for config in (None, POINTERS, CONFIGS["split"]):
+        assert _snr_db(turbo.gemm_nt(a, b, out_dtype=torch.float32, config=config), _product(a, b)) > SNR_DB
+
+
+@needs_gpu
 def test_a_configuration_that_cannot_serve_a_product_is_an_error_and_not_replaced(rng) -> None:
     a, b = _operand(None, 64, 96, rng), _operand(None, 64, 96, rng)
     with pytest.raises(ConfigError, match="units fp8 multiply two FP8 operands"):

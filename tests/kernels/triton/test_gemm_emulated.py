@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="compiling needs triton, which is not insta
 from primus_turbo_plugin import amdgcn
 from primus_turbo_plugin.kernels.gemm_checks import common_length
 from primus_turbo_plugin.kernels.reference import quantize as reference
+from primus_turbo_plugin.kernels.triton import gemm_launch
 from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig, refusal
 from primus_turbo_plugin.kernels.triton.gemm_defaults import default_config
 from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, OperandKey
@@ -77,6 +78,15 @@ def test_shares_of_a_contraction_on_all_chiplets_add_up(arch, rng) -> None:
     bias = torch.randn(66, generator=rng)
     y, _ = emulate(a, b, arch, replace(SMALL, split_k=3, num_xcds=8, persistent=True), bias=bias)
     assert _snr_db(y, _product(a, b) + bias.double()) > 100.0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_offsets_in_64_bits_find_the_same_elements(arch, rng, monkeypatch) -> None:
+    """What rows more than 2^30 elements apart from a tile's corner need, on rows that are not."""
+    monkeypatch.setattr(gemm_launch, "_WIDE_OFFSET", 0)
+    a, b = _plain(rng, 70, 200, False), _plain(rng, 66, 200, True)
+    y, _ = emulate(a, b, arch, SMALL)
+    assert _snr_db(y, _product(a, b)) > 100.0
 
 
 MX4, MX8, MX8_E5 = QuantSpec(format="mxfp4"), QuantSpec(format="mxfp8"), QuantSpec(format="mxfp8", element="e5m2")
