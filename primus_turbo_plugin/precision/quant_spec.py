@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -92,18 +93,12 @@ class QuantSpec:
     @property
     def block_shape(self) -> tuple[int, int]:
         """(outer, contraction) extent of a block; 0 stands for the whole axis."""
-        fixed = {"tensorwise": (0, 0), "rowwise": (1, 0)}
-        block = cast(str, self.block)
-        if block in fixed:
-            return fixed[block]
-        outer, contraction = block.split("x")
-        return int(outer), int(contraction)
+        return _block_shape(cast(str, self.block))
 
     @property
     def contraction_multiple(self) -> int:
         """The contraction axis is zero-padded to a multiple of this."""
-        multiple = math.lcm(max(self.block_shape[1], 1), max(self.hadamard, 1))
-        return math.lcm(multiple, self.element_type.codes_per_byte)
+        return _contraction_multiple(cast(str, self.block), self.hadamard, self.element_type.codes_per_byte)
 
     def padded(self, contraction: int) -> int:
         """Length of the stored contraction axis for a logical length of `contraction`."""
@@ -153,6 +148,20 @@ class QuantSpec:
                 f"quant spec: scale_rule: {self.scale_rule} is a rule for E8M0 scales, but format: fp8 scales by "
                 "amax / max in fp32. Remove scale_rule, or choose mxfp8."
             )
+
+
+@functools.cache
+def _block_shape(block: str) -> tuple[int, int]:
+    fixed = {"tensorwise": (0, 0), "rowwise": (1, 0)}
+    if block in fixed:
+        return fixed[block]
+    outer, contraction = block.split("x")
+    return int(outer), int(contraction)
+
+
+@functools.cache
+def _contraction_multiple(block: str, hadamard: int, codes_per_byte: int) -> int:
+    return math.lcm(max(_block_shape(block)[1], 1), max(hadamard, 1), codes_per_byte)
 
 
 def _one_of(key: str, value: object, choices: tuple[Any, ...], context: str = "") -> None:

@@ -5,6 +5,7 @@ A `CopyMeta` is passed to a Triton kernel as one `tl.constexpr`; a copy that is 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -60,6 +61,7 @@ class CopyMeta(NamedTuple):
         return self.block_contraction == 0
 
     @classmethod
+    @functools.cache
     def of(cls, spec: QuantSpec) -> CopyMeta:
         """The numbers of a quantised spec."""
         element = spec.element_type
