@@ -160,7 +160,7 @@ def supports(request: GemmRequest) -> str | None:
         return "cuBLASLt does not multiply two E5M2 operands"
     if gpu.vendor == "amd" and "rowwise" in blocks and elements[1] == "e5m2":
         return "hipBLASLt takes a scale a row only where the right operand is E4M3"
-    return _build_refusal(elements, blocks, request.out_dtype)
+    return _build_refusal(elements, blocks, request.out_dtype, request.bias)
 
 
 @functools.cache
@@ -170,7 +170,9 @@ def this_gpu() -> Capabilities:
 
 
 @functools.cache
-def _build_refusal(elements: tuple[str, str], blocks: tuple[str, str], out_dtype: torch.dtype) -> str | None:
+def _build_refusal(
+    elements: tuple[str, str], blocks: tuple[str, str], out_dtype: torch.dtype, bias: bool
+) -> str | None:
     """Why this build of torch cannot do such a product, or None; asked of the GPU by one small product."""
     if not torch.cuda.is_available():
         return None  # nothing will run; there is nobody to ask
@@ -181,7 +183,7 @@ def _build_refusal(elements: tuple[str, str], blocks: tuple[str, str], out_dtype
         scale = torch.ones(spec.scale_shape(512, 512), device="cuda")
         operands.append(QuantizedTensor(data, scale, spec, (512, 512)))
     try:
-        for dtype in (out_dtype, torch.float32):
+        for dtype in {out_dtype, torch.float32 if bias else out_dtype}:  # a bias of another dtype is added in fp32
             gemm_nt(*operands, out_dtype=dtype)
     except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
         return f"torch {torch.__version__} cannot multiply {' and '.join(blocks)} here: {str(error).splitlines()[0]}"
