@@ -239,3 +239,18 @@ def test_ring_sums_are_the_same_bits_in_every_run(rank_info: RankInfo) -> None:
         overlap.gemm_scatter(Payload.plain(parts[rank]), multiply, y, K)
         assert torch.equal(y, expected)
     overlap.transport.close()
+
+
+@ranks(world_size=2, timeout_s=30)
+def test_a_copy_that_fails_is_raised_where_it_failed(rank_info: RankInfo) -> None:
+    """And at once, not when the other rank has waited in vain."""
+    transport = SharedMemoryTransport(torch.distributed.group.WORLD, CPU, limit_s=2.0)
+    overlap = Overlap(transport)
+    overlap.start_gather(Payload.plain(torch.ones(2, K))).wait()
+    if rank_info.rank == 0:
+        transport._engine(0).give("fault", lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    begin = time.monotonic()
+    error = ZeroDivisionError if rank_info.rank == 0 else UnsupportedError
+    with pytest.raises(error):
+        overlap.start_gather(Payload.plain(torch.ones(2, K))).wait()
+    assert rank_info.rank or time.monotonic() - begin < 1.5

@@ -48,6 +48,10 @@ class Engine(threading.Thread):
         done = threading.Event()
         self.give(_JOIN, done.set)
         done.wait()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raises what has gone wrong on this lane, if anything has."""
         if self._failure is not None:
             raise self._failure
 

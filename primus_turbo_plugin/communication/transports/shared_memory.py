@@ -155,9 +155,16 @@ class SharedMemoryTransport(Transport):
         assert isinstance(arena, SharedArena)
         flags, index = arena.flags[self.rank], peer * MAX_FLAGS + flag
 
+        def reached() -> bool:
+            for (
+                engine
+            ) in self._engines:  # a lane that failed sends nothing: the peers would wait for us, and we for them
+                engine.raise_failure()
+            return int(flags[index]) >= value
+
         def wait_for_flag() -> None:
             what = f"rank {self.rank}: signal {value} of rank {peer} (flag {flag})"
-            spin_until(lambda: int(flags[index]) >= value, self.limit_s, what)
+            spin_until(reached, self.limit_s, what)
             with self._fence:
                 pass
 
