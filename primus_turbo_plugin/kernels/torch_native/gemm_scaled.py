@@ -99,7 +99,7 @@ def _product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: T
     length = -(-max(a.padded_contraction, b.padded_contraction) // step) * step
     cols = -(-b.outer // _MULTIPLE) * _MULTIPLE
     rows = a.outer if a.spec.block_shape[1] == 0 else -(-a.outer // _MULTIPLE) * _MULTIPLE
-    if bias is not None:
+    if bias is not None and cols != b.outer:
         bias = pad(bias, (0, cols - b.outer))
     by_row = _one_scale_a_row(a, b)
     y = torch._scaled_mm(
@@ -112,13 +112,16 @@ def _product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: T
 
 def _codes(operand: QuantizedTensor, rows: int, length: int) -> Tensor:
     """FP8 `[rows, length]` in this GPU's encoding; what is added is zero."""
-    data = operand.data
-    if tuple(data.shape) != (rows, length):
-        data = pad(data, (0, length - data.shape[1], 0, rows - data.shape[0]))
+    data = grown(operand.data, rows, length)
     encoding = str(this_gpu().fp8_encoding or "ocp")
     if encoding == "fnuz":
         data = to_fnuz(data, operand.spec.element_type.name)
     return data.view(_DTYPES[operand.spec.element_type.name, encoding])
+
+
+def grown(x: Tensor, rows: int, cols: int) -> Tensor:
+    """x with zeros behind its rows and columns; x itself where it has that size already."""
+    return x if tuple(x.shape) == (rows, cols) else pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
 
 
 def to_fnuz(codes: Tensor, element: str) -> Tensor:
@@ -134,9 +137,8 @@ def _scale(operand: QuantizedTensor, rows: int, length: int, by_row: bool) -> Te
     if not block_length:
         if not by_row:
             return scale
-        return pad(scale.expand(operand.outer, 1), (0, 0, 0, rows - operand.outer)).contiguous()
-    lines = -(-rows // block_rows)
-    scale = pad(scale, (0, length // block_length - scale.shape[1], 0, lines - scale.shape[0]))
+        return grown(scale.expand(operand.outer, 1), rows, 1).contiguous()
+    scale = grown(scale, -(-rows // block_rows), length // block_length)
     return scale.t().contiguous().t() if block_rows == 1 else scale.contiguous()
 
 

@@ -17,12 +17,11 @@ import sys
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt, common_length
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import GemmRequest
-from primus_turbo_plugin.kernels.torch_native.gemm_scaled import this_gpu
+from primus_turbo_plugin.kernels.torch_native.gemm_scaled import grown, this_gpu
 from primus_turbo_plugin.precision.formats import MX_BLOCK_SIZE, Format
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
@@ -74,9 +73,11 @@ def _handed_over(operand: QuantizedTensor, length: int) -> tuple[Tensor, Tensor]
     """Codes `[rows, length]` and scales as torch wants them on this GPU."""
     operand = operand.plain()
     rows, element = _up(operand.outer, _ROWS_MULTIPLE), operand.spec.element_type
-    data = pad(operand.data, (0, length // element.codes_per_byte - operand.data.shape[1], 0, rows - operand.outer))
-    scale = operand.block_scale.repeat_interleave(operand.spec.block_shape[0], 0)[: operand.outer]
-    scale = pad(scale, (0, length // MX_BLOCK_SIZE - scale.shape[1], 0, rows - operand.outer))
+    data = grown(operand.data, rows, length // element.codes_per_byte)
+    scale, block_rows = operand.block_scale, operand.spec.block_shape[0]
+    if block_rows > 1:
+        scale = scale.repeat_interleave(block_rows, 0)[: operand.outer]
+    scale = grown(scale, rows, length // MX_BLOCK_SIZE)
     if this_gpu().vendor == "nvidia":
         scale = cublas_scale(scale)
     elif _rocm_version() >= _SHUFFLED_SINCE[operand.spec.format]:
