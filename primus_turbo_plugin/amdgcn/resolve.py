@@ -28,7 +28,10 @@ from primus_turbo_plugin.errors import ConfigError
 
 _ASSEMBLY = (".amdgcn", ".s", ".asm")
 
-BUILT_IN = ("primus_turbo_plugin.kernels.gluon.gemm_gfx1250_targets",)
+BUILT_IN = (
+    "primus_turbo_plugin.kernels.gluon.gemm_gfx1250_targets",
+    "primus_turbo_plugin.kernels.triton.attention_targets",
+)
 """Modules of this package whose targets are known by name. Imported only when a bare name is asked for."""
 
 
