@@ -52,6 +52,7 @@ def all_gather_quantized(shard: QuantizedTensor, group: Group | None, axis: Axis
     if size == 1:
         return ready(shard)
     assert shards_align(shard.spec, shard.shape, axis), (shard.spec, shard.shape, axis)
+    assert shard.scale_layout == "plain", shard.scale_layout
     gather = all_gather if axis == "outer" else all_gather_last_dim
     data, block_scale = gather(shard.data, group), gather(shard.block_scale, group)
     outer, contraction = shard.shape

@@ -97,7 +97,13 @@ class _SwigluQuantize(Function):
         call: LinearCall,
         copies: list[QuantizedTensor | None],
     ) -> Tensor:
-        copies += fused.swiglu_quantize(x, *specs, key=call.key("x"), signs_seed=call.plan.precision.signs_seed)
+        copies += fused.swiglu_quantize(
+            x,
+            *specs,
+            key=call.key("x"),
+            signs_seed=call.plan.precision.signs_seed,
+            scale_layout=call.kernels.scale_layout("x", shard=call.parallel.gathers_input),
+        )
         ctx.save_for_backward(x)
         return x.new_full((), float("nan")).expand(x.shape[0], x.shape[1] // 2)
 

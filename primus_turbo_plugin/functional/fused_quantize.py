@@ -118,17 +118,32 @@ def fusion_refusal(
     return fused if isinstance(fused, str) else None
 
 
-def quantize_gradient(call: LinearCall, dy: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> Copies:
-    """Both copies of dy; its sum over tokens goes into `call.dy_sum` where that is asked for and a kernel does it."""
+def quantize_gradient(
+    call: LinearCall, dy: Tensor, row: QuantSpec | None, column: QuantSpec | None, *, shard: bool = False
+) -> Copies:
+    """Both copies of dy; its sum over tokens goes into `call.dy_sum` where that is asked for and a kernel does it.
+
+    Args:
+        call: The linear's call.
+        dy: [tokens, out].
+        row: Spec of the row copy, or None.
+        column: Spec of the columnwise copy, or None.
+        shard: dy is this rank's tokens, and its copies are put together with those of other ranks.
+    """
     if call.dy_sum is not None and (row is not None or column is not None):
         fused = _gradient_backend(call, dy)
         if isinstance(fused, Backend):
             row_copy, column_copy, total = fused.kernels.quantize_and_sum(
-                dy, row, column, key=call.key("dy"), signs_seed=call.plan.precision.signs_seed
+                dy,
+                row,
+                column,
+                key=call.key("dy"),
+                signs_seed=call.plan.precision.signs_seed,
+                scale_layout=call.kernels.scale_layout("dy", shard=shard),
             )
             call.dy_sum.append(total)
             return row_copy, column_copy
-    return call.kernels.quantize("dy", dy, row, column, call.key("dy"))
+    return call.kernels.quantize("dy", dy, row, column, call.key("dy"), shard=shard)
 
 
 def gradient_sum(call: LinearCall, dy: Tensor) -> Tensor:
@@ -206,6 +221,7 @@ class _NormQuantize(Function):
             zero_centered_gamma=zero_centered_gamma,
             key=call.key("x"),
             signs_seed=call.plan.precision.signs_seed,
+            scale_layout=call.kernels.scale_layout("x", shard=call.parallel.gathers_input),
         )
         copies += [row, column]
         if grad_enabled:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ from primus_turbo_plugin.precision.presets import GEMM_OPERANDS
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 from primus_turbo_plugin.precision.rounding import RoundingKey
+from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 
 Operand: TypeAlias = Tensor | QuantizedTensor
 OPERANDS = ("x", "w", "dy")
@@ -36,6 +37,7 @@ class LinearKernels:
         wgrad_dtype: dtype of dw as the GEMM writes it: the weight's, or fp32 towards a `main_grad`.
         gemms: Backend of fprop, dgrad, wgrad.
         quantizers: Backend that quantises x, w, dy; those used as they are have none.
+        scale_layouts: Layout of the MX scales of x, w, dy: the one that both GEMMs which multiply an operand read as it is.
     """
 
     plan: ModulePlan
@@ -43,6 +45,7 @@ class LinearKernels:
     wgrad_dtype: torch.dtype
     gemms: dict[str, Backend[GemmRequest]]
     quantizers: dict[str, Backend[QuantizeRequest]]
+    scale_layouts: dict[str, ScaleLayout] = field(default_factory=dict)
 
     @classmethod
     def select(
@@ -71,18 +74,31 @@ class LinearKernels:
         """
         registry = default_registry(plan.tuning_file) if registry is None else registry
         gemms: dict[str, Any] = {}
+        wanted_layouts: dict[str, ScaleLayout] = {}
         for gemm in GEMM_OPERANDS:
             a, b = (spec if spec.is_quantized else dtype for spec in plan.precision.gemm(gemm))
             out_dtype, adds = (wgrad_dtype, accumulate) if gemm == "wgrad" else (dtype, False)
             request = GemmRequest(device=device.type, a=a, b=b, out_dtype=out_dtype, accumulate=adds)
             gemms[gemm] = registry.select("gemm_nt", request, plan.kernels.get("gemm_nt"))
+            wanted_layouts[gemm] = gemms[gemm].scale_layout(request)
         quantizers: dict[str, Any] = {}
         for operand in OPERANDS:
             row, column = operand_specs(plan, operand)
             if row or column:
                 wanted = QuantizeRequest(device=device.type, dtype=dtype, row_spec=row, col_spec=column)
                 quantizers[operand] = registry.select("quantize", wanted, plan.kernels.get("quantize"))
-        chosen = cls(plan=plan, dtype=dtype, wgrad_dtype=wgrad_dtype, gemms=gemms, quantizers=quantizers)
+        layouts: dict[str, ScaleLayout] = {}
+        for operand in quantizers:
+            row_layout, column_layout = (wanted_layouts[gemm[operand]] for gemm in (_ROW_GEMM, _COLUMN_GEMM))
+            layouts[operand] = row_layout if row_layout == column_layout else "plain"
+        chosen = cls(
+            plan=plan,
+            dtype=dtype,
+            wgrad_dtype=wgrad_dtype,
+            gemms=gemms,
+            quantizers=quantizers,
+            scale_layouts=layouts,
+        )
         agree(_question(plan, device, dtype, wgrad_dtype, accumulate), chosen.choices)
         return chosen
 
@@ -103,15 +119,34 @@ class LinearKernels:
         return y
 
     def quantize(
-        self, operand: str, t: Tensor, row: QuantSpec | None, column: QuantSpec | None, key: RoundingKey | None
+        self,
+        operand: str,
+        t: Tensor,
+        row: QuantSpec | None,
+        column: QuantSpec | None,
+        key: RoundingKey | None,
+        *,
+        shard: bool = False,
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        """The row copy of t [rows, columns] and its columnwise copy [columns, rows], each where a spec is given."""
+        """The row copy of t [rows, columns] and its columnwise copy [columns, rows], each where a spec is given.
+
+        Scales lie as the GEMMs read them, except those of a `shard`, which is put together with others first.
+        """
         if row is None and column is None:
             return None, None
         copies: tuple[QuantizedTensor | None, QuantizedTensor | None] = self.quantizers[operand].kernels.quantize_both(
-            t, row, column, key=key, signs_seed=self.plan.precision.signs_seed
+            t,
+            row,
+            column,
+            key=key,
+            signs_seed=self.plan.precision.signs_seed,
+            scale_layout=self.scale_layout(operand, shard=shard),
         )
         return copies
+
+    def scale_layout(self, operand: str, *, shard: bool = False) -> ScaleLayout:
+        """Layout of an operand's MX scales."""
+        return "plain" if shard else self.scale_layouts.get(operand, "plain")
 
 
 def _question(

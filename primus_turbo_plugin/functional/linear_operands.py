@@ -19,6 +19,7 @@ from primus_turbo_plugin.functional.linear_call import LinearCall
 from primus_turbo_plugin.functional.linear_kernels import Operand, operand_specs
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 
 Specs = tuple[QuantSpec | None, QuantSpec | None]
 Pair = tuple[Operand | None, Operand | None]
@@ -130,8 +131,8 @@ def quantize_shards(
         row_copy, column_copy = call.x_copies
         return row_copy if early[0] else None, column_copy if early[1] else None
     if name == "dy":
-        return quantize_gradient(call, shard, early[0], early[1])
-    return call.kernels.quantize(name, shard, early[0], early[1], call.key(name))
+        return quantize_gradient(call, shard, early[0], early[1], shard=True)
+    return call.kernels.quantize(name, shard, early[0], early[1], call.key(name), shard=True)
 
 
 def _wanted(call: LinearCall, name: str, row: bool, column: bool) -> Specs:
@@ -142,10 +143,10 @@ def _wanted(call: LinearCall, name: str, row: bool, column: bool) -> Specs:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Where an operand lies among the saved tensors: one tensor, or two if it is `quantized` (its spec, shape and seed)."""
+    """Where an operand lies among the saved tensors: one, or two if it is `quantized` (spec, shape, seed, scale layout)."""
 
     index: int
-    quantized: tuple[QuantSpec, tuple[int, int], int] | None = None
+    quantized: tuple[QuantSpec, tuple[int, int], int, ScaleLayout] | None = None
 
 
 def save_operands(ctx: Any, **operands: Operand | None) -> None:
@@ -156,7 +157,7 @@ def save_operands(ctx: Any, **operands: Operand | None) -> None:
         if operand is None:
             slots[name] = None
         elif isinstance(operand, QuantizedTensor):
-            slots[name] = _Slot(len(tensors), (operand.spec, operand.shape, operand.signs_seed))
+            slots[name] = _Slot(len(tensors), (operand.spec, operand.shape, operand.signs_seed, operand.scale_layout))
             tensors += [operand.data, operand.block_scale]
         else:
             slots[name] = _Slot(len(tensors))
@@ -174,7 +175,7 @@ def saved_operands(ctx: Any) -> dict[str, Operand | None]:
             return None
         if slot.quantized is None:
             return tensors[slot.index]
-        spec, shape, signs_seed = slot.quantized
-        return QuantizedTensor(tensors[slot.index], tensors[slot.index + 1], spec, shape, signs_seed=signs_seed)
+        data, scale = tensors[slot.index : slot.index + 2]
+        return QuantizedTensor(data, scale, *slot.quantized)
 
     return {name: restore(slot) for name, slot in ctx.slots.items()}

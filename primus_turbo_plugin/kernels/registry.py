@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
 from primus_turbo_plugin.kernels.requests import Request
 from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
+from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 
 RequestT = TypeVar("RequestT", bound=Request)
 
@@ -40,6 +41,10 @@ _BACKEND_MODULES = (
 """Modules that define `BACKEND`, best first: this is the order in which a request without an order is offered."""
 
 
+def _plain_scales(request: Request) -> ScaleLayout:
+    return "plain"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backend(Generic[RequestT]):
     """One implementation of one op.
@@ -51,6 +56,7 @@ class Backend(Generic[RequestT]):
         supports: None when the request can be served, otherwise the reason why not.
         matrix_units: Architecture -> quantised formats that a product of two such operands multiplies on the GPU's own units for
             them. Everything else is decoded first, which the report calls emulation.
+        scale_layout: Layout in which a GEMM reads MX scales without a pass over them; it takes every other one too.
         tune: Gives `kernels` that take their configurations from a tuning table; None where there is nothing to tune.
     """
 
@@ -59,6 +65,7 @@ class Backend(Generic[RequestT]):
     kernels: Any
     supports: Callable[[RequestT], str | None]
     matrix_units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    scale_layout: Callable[[RequestT], ScaleLayout] = _plain_scales
     tune: Callable[[TuningTable], Any] | None = None
 
     @property

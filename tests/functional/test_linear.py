@@ -232,9 +232,9 @@ def test_only_copies_that_will_be_multiplied_are_made(request: Any, monkeypatch:
     made: list[tuple[str, bool, bool]] = []
     quantize = LinearKernels.quantize
 
-    def noting(self: Any, operand: str, t: Tensor, row: Any, column: Any, key: Any) -> Any:
+    def noting(self: Any, operand: str, t: Tensor, row: Any, column: Any, key: Any, **options: Any) -> Any:
         made.append((operand, row is not None, column is not None))
-        return quantize(self, operand, t, row, column, key)
+        return quantize(self, operand, t, row, column, key, **options)
 
     monkeypatch.setattr(LinearKernels, "quantize", noting)
     x, w, _, dy = _inputs(seeded(request), 64, 96, 32)

@@ -74,4 +74,5 @@ BACKEND = Backend(
     kernels=sys.modules[__name__],
     supports=supports,
     matrix_units=MATRIX_UNITS,
+    scale_layout=lambda request: "gfx950" if this_arch() == "gfx950" else "plain",
 )

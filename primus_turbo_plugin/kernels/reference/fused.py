@@ -23,6 +23,7 @@ from primus_turbo_plugin.kernels.requests import FusedQuantizeRequest
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 from primus_turbo_plugin.precision.rounding import RoundingKey
+from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 from primus_turbo_plugin.precision.tree_sum import tree_sum
 
 Copies = tuple[QuantizedTensor | None, QuantizedTensor | None]
@@ -53,6 +54,7 @@ def rms_norm_quantize(
     zero_centered_gamma: bool = False,
     key: RoundingKey | None = None,
     signs_seed: int = 0,
+    scale_layout: ScaleLayout = "plain",
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor]:
     """The copies of RMS norm(x), which is not returned itself.
 
@@ -65,12 +67,13 @@ def rms_norm_quantize(
         zero_centered_gamma: gamma = 1 + weight.
         key: As in `quantize_both`.
         signs_seed: As in `quantize_both`.
+        scale_layout: As in `quantize_both`.
 
     Returns:
         The rowwise copy `[tokens, hidden]`, the columnwise copy `[hidden, tokens]`, and rstd `[tokens]` fp32 for `rms_norm_bwd`.
     """
     y, rstd = rms_norm_fwd(x, weight, eps, zero_centered_gamma=zero_centered_gamma)
-    return *quantize_both(y, row_spec, col_spec, key=key, signs_seed=signs_seed), rstd
+    return *quantize_both(y, row_spec, col_spec, key=key, signs_seed=signs_seed, scale_layout=scale_layout), rstd
 
 
 @torch.no_grad()
@@ -81,6 +84,7 @@ def swiglu_quantize(
     *,
     key: RoundingKey | None = None,
     signs_seed: int = 0,
+    scale_layout: ScaleLayout = "plain",
 ) -> Copies:
     """The copies of silu(gate) * up.
 
@@ -90,6 +94,7 @@ def swiglu_quantize(
         col_spec: Spec of the columnwise copy, or None.
         key: As in `quantize_both`.
         signs_seed: As in `quantize_both`.
+        scale_layout: As in `quantize_both`.
 
     Returns:
         The rowwise copy `[tokens, hidden]` and the columnwise copy `[hidden, tokens]`.
@@ -97,7 +102,7 @@ def swiglu_quantize(
     Raises:
         ShapeError: x has an odd number of columns.
     """
-    return quantize_both(swiglu_fwd(x), row_spec, col_spec, key=key, signs_seed=signs_seed)
+    return quantize_both(swiglu_fwd(x), row_spec, col_spec, key=key, signs_seed=signs_seed, scale_layout=scale_layout)
 
 
 @torch.no_grad()
@@ -108,9 +113,12 @@ def quantize_and_sum(
     *,
     key: RoundingKey | None = None,
     signs_seed: int = 0,
+    scale_layout: ScaleLayout = "plain",
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor]:
     """The copies of x `[rows, cols]` as `quantize_both` gives them, and its sum over rows, fp32 `[cols]`, by `tree_sum`."""
-    return *quantize_both(x, row_spec, col_spec, key=key, signs_seed=signs_seed), tree_sum(x.float(), 0)
+    return *quantize_both(x, row_spec, col_spec, key=key, signs_seed=signs_seed, scale_layout=scale_layout), tree_sum(
+        x.float(), 0
+    )
 
 
 def swiglu_fwd(x: Tensor) -> Tensor:

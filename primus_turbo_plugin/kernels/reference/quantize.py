@@ -26,6 +26,7 @@ from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 from primus_turbo_plugin.precision.rotation import rotate, rotation_signs
 from primus_turbo_plugin.precision.rounding import WORDS_PER_COUNTER, RoundingKey, random_words
+from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 from primus_turbo_plugin.precision.scaling import e8m0_reciprocal, e8m0_scale, fp8_scale
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,6 +45,7 @@ def quantize(
     columnwise: bool = False,
     key: RoundingKey | None = None,
     signs_seed: int = 0,
+    scale_layout: ScaleLayout = "plain",
 ) -> QuantizedTensor:
     """Quantise x along its last axis, or along its first for a columnwise copy.
 
@@ -53,6 +55,7 @@ def quantize(
         columnwise: Quantise x.T `[cols, rows]` instead.
         key: Random bits; required for, and only read by, stochastic rounding.
         signs_seed: Seed of the rotation's signs, read when `spec.random_signs`.
+        scale_layout: Where the scales of an MX copy shall lie; FP8 copies keep the plain layout.
 
     Returns:
         The quantised operand `[rows, cols]`, or `[cols, rows]` for a columnwise copy.
@@ -72,7 +75,8 @@ def quantize(
         block_scale.copy_(_whole_axis_scale(job, block_scale.shape))
     for tile in job.tiles():
         _quantize_tile(job, tile, data, block_scale)
-    return QuantizedTensor(data, block_scale, spec, job.shape, signs_seed if spec.random_signs else 0)
+    result = QuantizedTensor(data, block_scale, spec, job.shape, signs_seed if spec.random_signs else 0)
+    return result.with_scale_layout(scale_layout if spec.is_mx else "plain")
 
 
 def quantize_both(
@@ -82,6 +86,7 @@ def quantize_both(
     *,
     key: RoundingKey | None = None,
     signs_seed: int = 0,
+    scale_layout: ScaleLayout = "plain",
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     """The rowwise and the columnwise copy of x, the same as two calls of `quantize`.
 
@@ -91,14 +96,16 @@ def quantize_both(
         col_spec: Spec of the columnwise copy; None or bf16 for no such copy.
         key: As in `quantize`; the two copies get different random bits.
         signs_seed: As in `quantize`.
+        scale_layout: As in `quantize`.
 
     Returns:
         (rowwise `[rows, cols]` or None, columnwise `[cols, rows]` or None).
     """
-    row = quantize(x, row_spec, key=key, signs_seed=signs_seed) if row_spec and row_spec.is_quantized else None
-    col = None
+    row = col = None
+    if row_spec and row_spec.is_quantized:
+        row = quantize(x, row_spec, key=key, signs_seed=signs_seed, scale_layout=scale_layout)
     if col_spec and col_spec.is_quantized:
-        col = quantize(x, col_spec, columnwise=True, key=key, signs_seed=signs_seed)
+        col = quantize(x, col_spec, columnwise=True, key=key, signs_seed=signs_seed, scale_layout=scale_layout)
     return row, col
 
 
