@@ -36,9 +36,9 @@ class _Count:
 def _counting() -> Iterator[_Count]:
     count, quantize = _Count(), LinearKernels.quantize
 
-    def counted(self: Any, operand: str, t: Tensor, row: Any, column: Any, key: Any) -> Any:
+    def counted(self: Any, operand: str, t: Tensor, row: Any, column: Any, key: Any, **options: Any) -> Any:
         count.weights += operand == "w" and (row is not None or column is not None)
-        return quantize(self, operand, t, row, column, key)
+        return quantize(self, operand, t, row, column, key, **options)
 
     LinearKernels.quantize = counted  # type: ignore[method-assign]
     try:
