@@ -3,8 +3,8 @@
     python -m benchmarks.data_movement [--shapes llama3_8b.fc1 ...] [--json FILE]    on a gfx950 or gfx1250
     python -m benchmarks.data_movement --static [--arch gfx1250]                     anywhere: what the compiler made of each
 
-tensor data mover (gfx1250)   tiles by TDM, or by asynchronous copies through pointers
-transpose load (both)         K-strided operands by transpose loads, or transposed through LDS by plain loads and stores
+tensor data mover (gfx1250)           tiles by TDM, or by asynchronous copies through pointers
+transpose load (gfx950 and gfx1250)   K-strided operands by transpose loads, or transposed through LDS by plain loads and stores
 
 The published gains to reproduce are printed beside: 1.88x for TDM, 1.19x for transpose loads. `--static` measures nothing and
 cannot confirm them: it shows where the work went, as a static estimate.
@@ -21,9 +21,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from primus_turbo_plugin.kernels.gluon import gemm_gfx1250
+from primus_turbo_plugin.kernels.gluon import gemm_gfx950, gemm_gfx950_plan, gemm_gfx1250, gemm_gfx1250_plan
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250 import Ablation
-from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import tiles_for
 from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
 
 _CHECK_ROWS = 256
@@ -64,11 +63,19 @@ Calls = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Ablation], Kern
 
 
 def _gfx1250(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor, programs: int, ablation: Ablation) -> KernelCall:
-    tile = tiles_for("bf16", "bf16")[0]  # the same for both variants
+    tile = gemm_gfx1250_plan.tiles_for("bf16", "bf16")[0]  # the same for both variants
     return gemm_gfx1250.gemm_call(a, b, y, programs=programs, tile=tile, ablation=ablation)
 
 
-ARCHS: dict[str, tuple[Calls, tuple[Feature, ...]]] = {"gfx1250": (_gfx1250, (TDM, TRANSPOSE_LOAD))}
+def _gfx950(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor, programs: int, ablation: Ablation) -> KernelCall:
+    off = gemm_gfx950.Ablation(transpose_load=ablation.transpose_load)
+    return gemm_gfx950.gemm_call(a, b, y, cus=programs, tile=gemm_gfx950_plan.tiles_for("bf16")[0], ablation=off)
+
+
+ARCHS: dict[str, tuple[Calls, tuple[Feature, ...]]] = {
+    "gfx950": (_gfx950, (TRANSPOSE_LOAD,)),
+    "gfx1250": (_gfx1250, (TDM, TRANSPOSE_LOAD)),
+}
 """Architecture -> how its GEMM is called with a feature switched off, and the features it has."""
 
 

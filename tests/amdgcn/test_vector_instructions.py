@@ -217,6 +217,13 @@ def test_sixteen_bit_results_clear_the_other_half_on_cdna_and_keep_it_on_gfx1250
         assert set(waves.vgpr[0, 0].tolist()) == {want}, text
 
 
+def test_halves_are_widened_with_and_without_sign() -> None:
+    source = np.full(32, 0x8001_7FFE, np.uint32)
+    lines = "v_cvt_u32_u16 v0, v1.l\nv_cvt_u32_u16 v2, v1.h\nv_cvt_i32_i16 v3, v1.l\nv_cvt_i32_i16 v4, v1.h"
+    waves = run_lines("gfx1250", lines, vector={1: source})
+    assert [int(waves.vgpr[i, 0, 0]) for i in (0, 2, 3, 4)] == [0x7FFE, 0x8001, 0x7FFE, 0xFFFF8001]
+
+
 def test_dual_issue_reads_before_it_writes() -> None:
     one, two = np.full(32, 1, np.uint32), np.full(32, 2, np.uint32)
     waves = run_lines("gfx1250", "v_dual_mov_b32 v0, v1 :: v_dual_mov_b32 v1, v0", vector={0: one, 1: two})

@@ -19,6 +19,7 @@ import torch
 from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt, common_length
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import GemmPlan, Tile, choose_tile, fitted, pieces
+from primus_turbo_plugin.kernels.gluon.grouping import check_offsets, row_tiles
 from primus_turbo_plugin.kernels.requests import GemmRequest
 from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
@@ -110,10 +111,10 @@ def grouped_gemm_nt(
     """y[rows of g] = a[rows of g] @ b[g].T (+ bias[g]) for every group (expert), in one launch.
 
     Args:
-        a: `[T, K]`, rows sorted by group, contiguous along K.
+        a: `[T, K]`, rows sorted by group, contiguous along either axis.
         b: `[groups, N, K]`, contiguous along N or K within a group; quantised: `[groups * N, K]`.
-        offsets: int32 `[groups + 1]` on the device: group g has rows offsets[g] ... offsets[g + 1] - 1, the last ends at T.
-            Groups may be empty. Never read on the host.
+        offsets: int32 or int64 `[groups + 1]` on the device: group g has rows offsets[g] ... offsets[g + 1] - 1, the last
+            ends at T. Groups may be empty. Never read on the host.
         out_dtype: dtype of the result.
         bias: `[groups, N]`.
 
@@ -139,7 +140,7 @@ def grouped_gemm_depth(
         a: `[M, T]` (the transposed view of dy, say), contiguous along either axis; MX operands need offsets that are multiples
             of 32.
         b: `[N, T]`, likewise.
-        offsets: int32 `[groups + 1]` on the device.
+        offsets: int32 or int64 `[groups + 1]` on the device.
         out: `[groups, M, N]`, contiguous along N; an empty group's becomes zero, or stays as it is with `accumulate`.
         accumulate: Add to `out`, which is float32 then.
 
@@ -152,23 +153,6 @@ def grouped_gemm_depth(
         with torch.cuda.device(a.device):
             depth_call(a, b, offsets, out, accumulate=accumulate, programs=_programs(out)).run()
     return out
-
-
-def row_tiles(offsets: torch.Tensor, block_m: int, rows: int) -> torch.Tensor:
-    """Which group each tile of rows belongs to, computed on the device; nothing is read on the host.
-
-    Args:
-        offsets: int32 `[groups + 1]`, the last one at most `rows`.
-        block_m: Rows of a tile.
-        rows: T.
-
-    Returns:
-        int32 `[groups + 1 + most]`: first tile of each group, number of tiles, then the group of every tile that may exist.
-    """
-    first = torch.nn.functional.pad(((offsets.diff() + block_m - 1) // block_m).cumsum(0), (1, 0))
-    most = -(-rows // block_m) + offsets.numel() - 1
-    groups = torch.searchsorted(first[1:], torch.arange(most, device=offsets.device), right=True)
-    return torch.cat([first, groups]).to(torch.int32)
 
 
 # -- calls as data ------------------------------------------------------------------------------------------------------
@@ -284,14 +268,14 @@ def grouped_call(
     tile: Tile | None = None,
 ) -> KernelCall:
     """The call behind `grouped_gemm_nt`."""
-    groups = _check_offsets("grouped_gemm_nt", offsets)
+    groups = check_offsets("grouped_gemm_nt", offsets)
     left, right = _source(a), _source(b)
     rows, cols = y.shape
     weight = (groups, cols, a.shape[1]) if isinstance(b, torch.Tensor) else (groups * cols, a.shape[1])
-    if tuple(b.shape) != weight or left.is_mx != right.is_mx or not left.k_inner:
+    if tuple(b.shape) != weight or left.is_mx != right.is_mx:
         raise ShapeError(
-            f"grouped_gemm_nt: a must be [T, K] contiguous along K and b [groups, N, K] of the same kind, quantised "
-            f"[groups * N, K], with {groups} groups; got a {list(a.shape)}, b {list(b.shape)}."
+            f"grouped_gemm_nt: a must be [T, K] and b [groups, N, K] of the same kind, quantised [groups * N, K], with "
+            f"{groups} groups; got a {list(a.shape)}, b {list(b.shape)}."
         )
     length = a.shape[1] if isinstance(a, torch.Tensor) else _length(a, b, left)
     average = -(-rows // groups)
@@ -318,7 +302,7 @@ def depth_call(
     tile: Tile | None = None,
 ) -> KernelCall:
     """The call behind `grouped_gemm_depth`."""
-    groups = _check_offsets("grouped_gemm_depth", offsets)
+    groups = check_offsets("grouped_gemm_depth", offsets)
     left, right = _source(a), _source(b)
     _check_rows("out", out)
     if tuple(out.shape) != (groups, a.shape[0], b.shape[0]) or a.shape[1] != b.shape[1] or left.is_mx != right.is_mx:
@@ -340,14 +324,6 @@ def _check_rows(name: str, tensor: torch.Tensor | None) -> None:
             f"gemm: {name} must be contiguous along its last axis, got strides {list(tensor.stride())}. "
             f"Accumulate into a contiguous tensor."
         )
-
-
-def _check_offsets(op: str, offsets: torch.Tensor) -> int:
-    if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.numel() < 2 or not offsets.is_contiguous():
-        raise ShapeError(
-            f"{op}: offsets must be int32 [groups + 1] with at least one group, got {offsets.dtype} {list(offsets.shape)}."
-        )
-    return offsets.numel() - 1
 
 
 def _check_aligned(a: _Source, b: _Source, rows: int, cols: int, length: int) -> None:

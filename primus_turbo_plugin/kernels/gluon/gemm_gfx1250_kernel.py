@@ -390,8 +390,8 @@ def gemm_gfx1250_kernel(
         a_ptr, b_ptr: Operands; codes are uint8.
         a_scale, b_scale: E8M0 bytes [rows, K / 32] (MX), fp32 [rows] or [1] (`ROW_SCALE`), or None.
         bias_ptr: [N] (or [groups, N]), or None.
-        offsets_ptr: int32 [groups + 1], or None.
-        tiles_ptr: int32 `gemm_gfx1250.row_tiles`, or None.
+        offsets_ptr: int32 or int64 [groups + 1], or None.
+        tiles_ptr: int32 `grouping.row_tiles`, or None.
         M, N, K: Sizes; K counts elements. M is unused with `rows`, K with `depth`.
         stride_a, stride_b, stride_sa, stride_sb: Elements between neighbours of the outer dimension; of fp32 scales 1 or 0.
         stride_bg, stride_sbg, stride_cg: Elements between groups of b, its scales and c.

@@ -154,7 +154,7 @@ def by_depth(quantize: QuantSpec | None, sizes: tuple[int, ...], tile: Tile, acc
 
     def make(rng: np.random.Generator) -> tuple[KernelCall, Any]:
         rows, cols = 160, 200
-        offsets = np.cumsum((0, *sizes), dtype=np.int32)
+        offsets = np.cumsum((0, *sizes), dtype=np.int32 if accumulate else np.int64)
         total = int(offsets[-1])
         left, right = (
             plain(rng, outer, total, False) if quantize is None else quantized(rng, outer, total, quantize)

@@ -85,7 +85,7 @@ def dense_place(tile, total, M, N, K, P: gl.constexpr):
 def rows_place(tile, total, offsets_ptr, tiles_ptr, N, K, P: gl.constexpr):
     """The same where groups (experts) are consecutive rows of a: group g has rows offsets[g] ... offsets[g + 1] - 1.
 
-    `tiles_ptr` is `gemm_gfx1250.row_tiles`: a search here would be a loop, across which the compiler cannot count transfers: it
+    `tiles_ptr` is `grouping.row_tiles`: a search here would be a loop, across which the compiler cannot count transfers: it
     would wait for all of them in every stage.
     """
     tiles_m = gl.load(tiles_ptr + P.GROUPS)

@@ -57,6 +57,8 @@ _op("v_cvt_f16_u16", "f16 = u16", lambda a: a.astype(F16), "D = half(S0)")
 _op("v_cvt_f16_i16", "f16 = i16", lambda a: a.astype(F16), "D = half(S0)")
 _op("v_cvt_u16_f16", "u16 = f16", _to(np.uint16, _U16), "D = unsigned(S0)")
 _op("v_cvt_i16_f16", "i16 = f16", _to(np.int16, _I16), "D = int(S0)")
+_op("v_cvt_u32_u16", "u32 = u16", lambda a: a.astype(np.uint32), "D = zero-extended S0", archs=GFX1250)
+_op("v_cvt_i32_i16", "i32 = i16", lambda a: a.astype(np.int32), "D = sign-extended S0", archs=GFX1250)
 
 
 def _halves(low: Array, high: Array) -> Array:
