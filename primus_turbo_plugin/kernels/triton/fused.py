@@ -21,7 +21,7 @@ from primus_turbo_plugin.kernels.requests import FusedQuantizeRequest
 from primus_turbo_plugin.kernels.triton import quantize as plain
 from primus_turbo_plugin.kernels.triton.quantize_copy import Copy
 from primus_turbo_plugin.kernels.triton.quantize_launch import has_words, launch_shared, serves, tile_tokens
-from primus_turbo_plugin.kernels.triton.targets import refusal
+from primus_turbo_plugin.kernels.triton.targets import has_gluon, refusal
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 from primus_turbo_plugin.precision.rounding import RoundingKey
@@ -110,6 +110,8 @@ def supports(request: FusedQuantizeRequest) -> str | None:
     reason = refusal(request.device)
     if reason is not None:
         return reason
+    if not has_gluon():
+        return "needs Triton 3.6 or later, with Gluon"
     if request.dtype is not torch.bfloat16:
         return f"fuses with bf16, not {str(request.dtype).removeprefix('torch.')}"
     if request.hidden % 8:

@@ -9,7 +9,7 @@ import torch
 
 from primus_turbo_plugin.kernels.triton.copy_meta import CopyMeta
 from primus_turbo_plugin.kernels.triton.quantize_copy import Copy
-from primus_turbo_plugin.kernels.triton.targets import kernel_target, shared_memory_bytes, warp_size
+from primus_turbo_plugin.kernels.triton.targets import has_gluon, kernel_target, shared_memory_bytes, warp_size
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 
 TILE_COLS = 128
@@ -30,7 +30,7 @@ def launch(x: torch.Tensor, row: Copy | None, col: Copy | None) -> None:
 
 def takes_words(x: torch.Tensor, row: QuantSpec | None, col: QuantSpec | None) -> bool:
     """Whether quantize_shared.py makes these copies of x `[rows, cols]`."""
-    return has_words(x) and serves(row, x.shape[1]) and serves(col, x.shape[0])
+    return has_words(x) and serves(row, x.shape[1]) and serves(col, x.shape[0]) and has_gluon()
 
 
 def serves(spec: QuantSpec | None, contraction: int) -> bool:

@@ -42,6 +42,15 @@ def has_scaled_matrix_units(device_index: int) -> bool:
     return torch.version.hip is not None and properties.gcnArchName.split(":")[0] in SCALED_MATRIX_UNITS
 
 
+@functools.cache
+def has_gluon() -> bool:
+    """Whether this Triton has the Gluon that quantize_shared.py is written in: 3.6 and later."""
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon.language.nvidia.ampere.async_copy") is not None
+    except ModuleNotFoundError:  # of a package on the way
+        return False
+
+
 def refusal(device: str) -> str | None:
     """Why Triton kernels cannot run on tensors of this device type, or None."""
     if device != "cuda":

@@ -27,10 +27,15 @@ FAST_PAIRS = [
     ],
     (MXFP4, QuantSpec(format="mxfp4", hadamard=32, random_signs=True)),
     (QuantSpec(format="mxfp4", block="32x32"), QuantSpec(format="mxfp4", block="32x32", scale_rule="floor")),
+    (QuantSpec(format="mxfp4", hadamard=16), QuantSpec(format="mxfp8", block="32x32")),
+    (QuantSpec(format="mxfp8"), QuantSpec(format="mxfp8", element="e5m2", scale_rule="floor")),
+    (QuantSpec(format="fp8", block="1x128"), QuantSpec(format="fp8", block="128x128", element="e5m2")),
+    (QuantSpec(format="fp8", block="rowwise"), QuantSpec(format="fp8")),
+    (QuantSpec(format="mxfp4", rounding="stochastic"), QuantSpec(format="mxfp8", rounding="stochastic")),
     (MXFP4, None),
     (None, MXFP4),
 ]
-"""Pairs that the register-resident kernel makes when x is bf16."""
+"""Pairs that quantize_shared.py makes when x is bf16."""
 
 GENERAL_PAIRS = [
     (QuantSpec(format="mxfp4", hadamard=16), QuantSpec(format="mxfp4", hadamard=128, rounding="stochastic")),
@@ -79,9 +84,24 @@ def _compare(x: torch.Tensor, pair: tuple[QuantSpec | None, QuantSpec | None]) -
 
 @needs_gpu
 @pytest.mark.parametrize("pair", FAST_PAIRS, ids=lambda pair: " | ".join(map(str, pair)))
-@pytest.mark.parametrize("shape", [(256, 512), (100, 264)])
-def test_mxfp4_of_bf16_equals_the_reference_in_every_byte(pair, shape, rng) -> None:
+@pytest.mark.parametrize("shape", [(256, 512), (136, 264)])
+def test_aligned_bf16_equals_the_reference_in_every_byte(pair, shape, rng) -> None:
     _compare(_values(*shape, torch.bfloat16, rng), pair)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "pair", [FAST_PAIRS[1], FAST_PAIRS[5], GENERAL_PAIRS[0]], ids=lambda p: " | ".join(map(str, p))
+)
+def test_scales_in_the_layout_of_the_matrix_units(pair, rng) -> None:
+    """From either kernel: the tile kernel's scales are shuffled behind it."""
+    x = _values(136, 264, torch.bfloat16, rng)
+    got = turbo.quantize_both(x, *pair, key=KEY, signs_seed=5, scale_layout="gfx950")
+    wanted = reference.quantize_both(x, *pair, key=KEY, signs_seed=5, scale_layout="gfx950")
+    for mine, theirs in zip(got, wanted):
+        assert mine is not None
+        assert mine.scale_layout == "gfx950"
+        _assert_same(mine, theirs)
 
 
 @needs_gpu
