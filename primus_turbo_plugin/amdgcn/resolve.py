@@ -29,6 +29,7 @@ from primus_turbo_plugin.errors import ConfigError
 _ASSEMBLY = (".amdgcn", ".s", ".asm")
 
 BUILT_IN = (
+    "primus_turbo_plugin.kernels.gluon.gemm_gfx950_targets",
     "primus_turbo_plugin.kernels.gluon.gemm_gfx1250_targets",
     "primus_turbo_plugin.kernels.triton.attention_targets",
 )
