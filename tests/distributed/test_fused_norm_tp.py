@@ -12,6 +12,7 @@ from primus_turbo_plugin.functional.fused_quantize import norm_fusion_refusal, r
 from primus_turbo_plugin.functional.linear import linear
 from primus_turbo_plugin.functional.linear_call import TensorParallel
 from primus_turbo_plugin.functional.norm import rms_norm
+from primus_turbo_plugin.precision.tree_sum import tree_sum
 from tests.support.distributed import RankInfo, ranks
 from tests.support.linear import leaf, make_call, plan
 
@@ -48,3 +49,20 @@ def _check(rank_info: RankInfo, recipe: str, tokens: int, sequence_parallel: boo
 def test_fused_and_apart_agree_over_ranks(rank_info: RankInfo, recipe: str) -> None:
     for tokens, sequence_parallel in ((128, True), (96, True), (64, False)):
         _check(rank_info, recipe, tokens, sequence_parallel)
+
+
+@ranks(world_size=[2])
+@pytest.mark.parametrize("recipe", ["mxfp4", "fp8_tensorwise"])
+def test_the_bias_gradient_of_a_row_parallel_layer_is_that_of_the_ranks_own_tokens(
+    rank_info: RankInfo, recipe: str
+) -> None:
+    """dy is gathered for the GEMMs, quantised before (MXFP4) or after (a scale of all tokens); its sum is not."""
+    g = torch.Generator().manual_seed(rank_info.seed)
+    tokens, k, n, rank = 64, 128, 64, rank_info.rank
+    x, w, b, dy = (torch.randn(*s, generator=g).bfloat16() for s in ((tokens, k), (n, k), (n,), (tokens, n)))
+    parallel = TensorParallel(mode="row", group=dist.group.WORLD, sequence_parallel=True)
+    mine, rows = slice(rank * k // 2, (rank + 1) * k // 2), slice(rank * tokens // 2, (rank + 1) * tokens // 2)
+    bias = leaf(b)
+    call = make_call(plan(recipe), torch.bfloat16, parallel=parallel)
+    linear(leaf(x[:, mine]), leaf(w[:, mine]), bias, call).backward(dy[rows])
+    assert torch.equal(bias.grad, tree_sum(dy[rows].float(), 0).bfloat16())
