@@ -3,7 +3,7 @@
 Math      c = a @ b.T (+ bias) or c += a @ b.T, fp32 accumulation
 Layout    a work-group computes a 256 x BN tile with four waves, one a SIMD, each 128 x BN/2 of it in fp32 registers. Two
           stages in LDS hold 128 bytes of the contraction of every row; operands contiguous along the contraction are read by
-          ds_read_b128, others transposed by ds_read_b64_tr_*. MX scales go from memory to registers, two tiles ahead, four a load
+          ds_read_b128, others transposed by ds_read_b64_tr_*. MX scales go from memory to registers, a tile ahead, four a load
 Pipeline  copies run two tiles ahead (buffer_load ... lds, no registers), operand registers one step ahead: while one step is
           multiplied, the next is read. One barrier a tile: before it, the next tile has landed and this one has been read; after
           it this one's LDS is filled again. The loop is unrolled by two tiles, so every LDS address is an immediate
@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
-from primus_turbo_plugin.kernels.gluon.gemm_gfx950_scales import load_scale, step_scale
+from primus_turbo_plugin.kernels.gluon.gemm_gfx950_scales import arrange_scale, load_scale, step_scale
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_tiles import (
     cell_type,
     depth_mask,
@@ -50,7 +50,13 @@ def snake(r, pieces):
 @gluon.constexpr_function
 def copy_region(q, upper, pieces):
     """After which piece the q-th copy starts: in the first half of a step, to have landed when it is waited for."""
-    return q * upper * pieces // (2 * (upper + pieces))
+    return min(q, upper * pieces // 2)
+
+
+@gluon.constexpr_function
+def scale_region(q, upper, pieces):
+    """After which piece the scales of the q-th piece of the next tile are loaded: early as well, one after each."""
+    return min(q + 2, upper * pieces - 2)
 
 
 @gluon.constexpr_function
@@ -84,20 +90,22 @@ def _scale_of(scales, which: gl.constexpr, index: gl.constexpr, t: gl.constexpr,
     """A piece's MX scales in this step, or 0."""
     value = 0
     if P.MX:
-        value = step_scale(scales[which], index, t, step, P)
+        value = step_scale(arrange_scale(scales[which], index, P), index, t, step, P)
     return value
 
 
 @gluon.jit
-def _load_scales(a_scale, b_scale, m, n, rows_left, columns_left, stride_sa, stride_sb, block, blocks, P: gl.constexpr):
-    """Starts loading a tile's scales: of a's pieces, then of b's. Nothing without MX."""
-    scales = ()
-    if P.MX:
-        for i in gl.static_range(P.BM // P.HM):
-            scales += (load_scale(0, i, a_scale, m, rows_left, stride_sa, block, blocks, P),)
-        for j in gl.static_range(P.BN // P.HN):
-            scales += (load_scale(1, j, b_scale, n, columns_left, stride_sb, block, blocks, P),)
-    return scales
+def _load_scale(
+    which: gl.constexpr, a_scale, b_scale, m, n, rows_left, columns_left, stride_sa, stride_sb, block, blocks,
+    MASKED: gl.constexpr, P: gl.constexpr,
+):  # fmt: skip
+    """Starts loading the scales of one piece of a tile: of a's pieces, then of b's."""
+    upper: gl.constexpr = P.BM // P.HM
+    if which < upper:
+        value = load_scale(0, which, a_scale, m, rows_left, stride_sa, block, blocks, MASKED, P)
+    else:
+        value = load_scale(1, which - upper, b_scale, n, columns_left, stride_sb, block, blocks, MASKED, P)
+    return value
 
 
 @gluon.jit
@@ -124,14 +132,15 @@ def _copy_tile(a_tiles, b_tiles, stage: gl.constexpr, a, b, a_offsets, b_offsets
 
 @gluon.jit
 def _step(
-    a_tiles, b_tiles, a, b, a_offsets, b_offsets, left, a_now, b_now, sums,
+    a_tiles, b_tiles, a, b, a_offsets, b_offsets, a_step, b_step, left, a_now, b_now, sums,
     a_scale, b_scale, m, n, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales,
     t: gl.constexpr, step: gl.constexpr, COPY: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """Multiplies one step of tile t (even or odd). After each piece: a part of the copies, one operand of the next step.
 
     Returns:
-        Operands of the next step (none at the end), the accumulators and, in the last step, scales of the tile two ahead.
+        Corners, cells and block of the tile to copy next; operands of the next step (none at the end); the accumulators; in the
+        last step, scales of the next tile.
     """
     upper: gl.constexpr = P.BM // P.HM
     pieces: gl.constexpr = P.BN // P.HN
@@ -149,34 +158,42 @@ def _step(
     a_next = ()
     b_next = ()
     added = ()
-    a_scales = ()
-    b_scales = ()
     ahead = ()
-    for i in gl.static_range(upper):
-        a_scales += (_scale_of(scales, i, 0, t, step, P),)
-    for j in gl.static_range(pieces):
-        b_scales += (_scale_of(scales, upper + j, 1, t, step, P),)
     for r in gl.static_range(upper * pieces):
         piece = _multiply(
             a_now[r // pieces],
-            a_scales[r // pieces],
+            _scale_of(scales, r // pieces, 0, t, step, P),
             b_now[snake(r, pieces)],
-            b_scales[snake(r, pieces)],
+            _scale_of(scales, upper + snake(r, pieces), 1, t, step, P),
             sums[r],
             P,
         )
         added += (piece,)
         _order(piece, P)
-        if r == 0 and copies:
-            ahead = _load_scales(
-                a_scale, b_scale, m, n, rows_left, columns_left, stride_sa, stride_sb, block, blocks, P
-            )
         for q in gl.static_range(upper + pieces):
             if copies and copy_region(q, upper, pieces) == r:
                 if q < upper:
                     _copy(a_tiles[q].index(t), a, a_offsets[q], 0, left, COPY == "masked", P)
                 else:
                     _copy(b_tiles[q - upper].index(t), b, b_offsets[q - upper], 1, left, COPY == "masked", P)
+            if P.MX and last and not at_end and scale_region(q, upper, pieces) == r:
+                ahead += (
+                    _load_scale(
+                        q,
+                        a_scale,
+                        b_scale,
+                        m,
+                        n,
+                        rows_left,
+                        columns_left,
+                        stride_sa,
+                        stride_sb,
+                        block,
+                        blocks,
+                        COPY != "all",
+                        P,
+                    ),
+                )
             if not at_end and read_region(q, upper, pieces, last) == r:
                 # in the order in which they will be used: a's first piece, those of b, a's others
                 if q == 0:
@@ -185,15 +202,20 @@ def _step(
                     b_next += (read_piece(1, b_tiles[q - 1].index(stage), following, P),)
                 else:
                     a_next += (read_piece(0, a_tiles[q - pieces].index(stage), following, P),)
+        if last and r == upper * pieces - 2:  # here, and not at the end, for the matrix unit to be busy meanwhile
+            a += a_step
+            b += b_step
+            left -= tile_cells(P)
+            block += tile_blocks(P)
     if copies:
         cdna4.async_copy.commit_group()
-    return a_next, b_next, added, ahead
+    return a, b, left, block, a_next, b_next, added, ahead
 
 
 @gluon.jit
 def _two_tiles(
     a_tiles, b_tiles, a, b, a_offsets, b_offsets, a_step, b_step, left, a_now, b_now, sums,
-    a_scale, b_scale, m, n, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales, scales_next,
+    a_scale, b_scale, m, n, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales,
     COPY: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """Multiplies two tiles and meanwhile copies the two after them (COPY: `all`, `masked` or `none`).
@@ -203,24 +225,18 @@ def _two_tiles(
         left: Cells of the contraction from there on.
         a_now, b_now: Operands of the first step.
         sums: Accumulators of the pieces.
-        block: First MX block of the tile two ahead.
-        scales, scales_next: Of this tile and the next.
+        block: First MX block of the next tile.
+        scales: Of the first of the two tiles.
     """
     for t in gl.static_range(2):
         for step in gl.static_range(P.STEPS):
-            a_now, b_now, sums, ahead = _step(
-                a_tiles, b_tiles, a, b, a_offsets, b_offsets, left, a_now, b_now, sums,
+            a, b, left, block, a_now, b_now, sums, ahead = _step(
+                a_tiles, b_tiles, a, b, a_offsets, b_offsets, a_step, b_step, left, a_now, b_now, sums,
                 a_scale, b_scale, m, n, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales,
                 t, step, COPY, P,
             )  # fmt: skip
-        scales = scales_next
-        if COPY != "none":
-            scales_next = ahead
-            block += tile_blocks(P)
-            a += a_step
-            b += b_step
-            left -= tile_cells(P)
-    return a, b, left, a_now, b_now, sums, block, scales, scales_next
+        scales = ahead
+    return a, b, left, a_now, b_now, sums, block, scales
 
 
 @gluon.jit
@@ -308,13 +324,26 @@ def gemm_gfx950_kernel(
         b_scale += gl.to_tensor(group).to(gl.int64) * stride_sbg
     block = start // (cells // tile_blocks(P))
     blocks = (start + depth) // (cells // tile_blocks(P))
-    scales = _load_scales(
-        a_scale, b_scale, m_scale, n_scale, rows_left, columns_left, stride_sa, stride_sb, block, blocks, P
-    )
-    block += tile_blocks(P)
-    scales_next = _load_scales(
-        a_scale, b_scale, m_scale, n_scale, rows_left, columns_left, stride_sa, stride_sb, block, blocks, P
-    )
+    scales = ()
+    if P.MX:
+        for which in gl.static_range(P.BM // P.HM + pieces):
+            scales += (
+                _load_scale(
+                    which,
+                    a_scale,
+                    b_scale,
+                    m_scale,
+                    n_scale,
+                    rows_left,
+                    columns_left,
+                    stride_sa,
+                    stride_sb,
+                    block,
+                    blocks,
+                    True,
+                    P,
+                ),
+            )
     block += tile_blocks(P)
     sums = ()
     for _ in gl.static_range(P.BM // P.HM * pieces):
@@ -337,21 +366,21 @@ def gemm_gfx950_kernel(
 
     # Multiply: whole pairs of tiles, the pair whose copies reach past the contraction, the last pair.
     for _ in range(depth // (2 * cells) - 1):
-        a, b, left, a_now, b_now, sums, block, scales, scales_next = _two_tiles(
+        a, b, left, a_now, b_now, sums, block, scales = _two_tiles(
             a_tiles, b_tiles, a, b, a_offsets, b_offsets, a_step, b_step, left, a_now, b_now, sums,
-            a_scale, b_scale, m_scale, n_scale, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales, scales_next,
+            a_scale, b_scale, m_scale, n_scale, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales,
             "all", P,
         )  # fmt: skip
     if not P.EVEN_K:
         if depth > 2 * cells and depth % (2 * cells) != 0:
-            a, b, left, a_now, b_now, sums, block, scales, scales_next = _two_tiles(
+            a, b, left, a_now, b_now, sums, block, scales = _two_tiles(
                 a_tiles, b_tiles, a, b, a_offsets, b_offsets, a_step, b_step, left, a_now, b_now, sums,
                 a_scale, b_scale, m_scale, n_scale, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales,
-                scales_next, "masked", P,
+                "masked", P,
             )  # fmt: skip
-    a, b, left, a_now, b_now, sums, block, scales, scales_next = _two_tiles(
+    a, b, left, a_now, b_now, sums, block, scales = _two_tiles(
         a_tiles, b_tiles, a, b, a_offsets, b_offsets, a_step, b_step, left, a_now, b_now, sums,
-        a_scale, b_scale, m_scale, n_scale, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales, scales_next,
+        a_scale, b_scale, m_scale, n_scale, rows_left, columns_left, stride_sa, stride_sb, block, blocks, scales,
         "none", P,
     )  # fmt: skip
 

@@ -170,7 +170,7 @@ def isa_targets() -> list[KernelTarget]:
     row, whole = QuantSpec(format="fp8", block="rowwise"), QuantSpec(format="fp8", element="e5m2", block="tensorwise")
     k, rows, half = _operand(None), _operand(None, k_inner=False), _operand(None, dtype=torch.float16)
     fp4, fp4_square = QuantSpec(format="mxfp4"), QuantSpec(format="mxfp4", block="32x32")
-    plain_mfma, scaled = "v_mfma_f32_32x32x16_bf16", "v_mfma_scale_f32_16x16x128_f8f6f4"
+    plain_mfma, scaled = "v_mfma_f32_32x32x16_bf16", "v_mfma_scale_f32_32x32x64_f8f6f4"
     turned = ("ds_read_b64_tr_b16", plain_mfma)
     bytewise = gate(scaled, bound=None)  # plain scales: experts' rows start anywhere
     into: dict[str, Any] = {"out_dtype": torch.float32, "accumulate": True}
@@ -187,7 +187,8 @@ def isa_targets() -> list[KernelTarget]:
         target("gfx950_bf16_nt_small", dense(k, k, (136, 136, 328), small), gate(plain_mfma, **little)),
         target("gfx950_fp8", dense(_operand(row), _operand(whole), (264, 200, 656), eight), gate("v_mfma.*32x32x64.*")),
         target("gfx950_mxfp8", dense(_operand(_eight("e4m3")), _operand(_eight("e5m2")), (264, 200, 672), eight), gate(scaled)),
-        target("gfx950_mxfp4", dense(_operand(fp4), _operand(fp4_square), (264, 200, 1312), fp4_large), gate(scaled, floor=0.85)),
+        target("gfx950_mxfp4", dense(_operand(fp4), _operand(fp4_square), (264, 200, 1312), fp4_large), gate(scaled, floor=0.9)),
+        target("gfx950_mxfp4_even", dense(_operand(fp4), _operand(fp4), (256, 192, 1536), fp4_large), gate(scaled, floor=0.92)),
         target(
             "gfx950_mxfp4_fp32", dense(_operand(fp4), _operand(fp4), (136, 72, 1568), fp4_small, **into), gate(scaled, **little),
             FP32_STEP,

@@ -47,13 +47,8 @@ def vector_cells(P):
 def result_layout(P):
     """Four waves, 2 x 2, interleaved at the size of one instruction.
 
-    32x32 for plain operands: half the instructions of 16x16 at the same rate. The scale layout asks for 16x16, two of each side
-    by side so that a lane's four scale bytes are neighbours.
+    32x32, not 16x16: at the same rate half the instructions, and twice the time of each to issue others.
     """
-    if P.MX:
-        return gl.amd.AMDMFMALayout(
-            version=4, instr_shape=[16, 16, 128], transposed=True, warps_per_cta=[2, 2], tiles_per_warp=[2, 2]
-        )
     depth = 16 if is_half(P) else 64
     return gl.amd.AMDMFMALayout(version=4, instr_shape=[32, 32, depth], transposed=True, warps_per_cta=[2, 2])
 

@@ -93,7 +93,7 @@ def test_without_such_a_gpu_the_registry_says_why() -> None:
 )
 def test_the_tile_fills_the_gpu(rows: int, cols: int, tile: tuple[int, int]) -> None:
     chosen = choose_tile("bf16", rows, cols)
-    assert (chosen.BM, chosen.BN) == tile
+    assert tile == (chosen.BM, chosen.BN)
 
 
 def test_every_tile_fits_the_lds_twice() -> None:
