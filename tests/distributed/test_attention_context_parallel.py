@@ -68,7 +68,8 @@ def test_dense_batches_equal_one_rank(rank_info: RankInfo) -> None:
 
 @ranks(world_size=[2, 3, 4])
 def test_packed_sequences_equal_one_rank(rank_info: RankInfo) -> None:
-    """With padding behind sequences, whose length then cuts through a rank's chunks, an empty one, and one of padding only."""
+    """With padding behind sequences, whose length then cuts through a rank's chunks, an empty one, one of padding only, tokens
+    behind the last."""
     world = rank_info.world_size
     rooms, lengths = [4 * world, 0, 2 * world, 6 * world, 2 * world], [4 * world - 3, 0, 2 * world, 7, 0]
 
@@ -90,9 +91,9 @@ def test_packed_sequences_equal_one_rank(rank_info: RankInfo) -> None:
                 ) -> Tensor:  # fmt: skip
                     return attention(q, k, v, layout="thd", mask=mask, dropout=dropout, context=context)
 
-                tensors = inputs((sum(rooms),), dtype, heads=2 * world, groups=world)
-                contexts = all_algorithms(2 * world, world)
-                check_against_one_rank(rank_info, tensors, run, contexts, rooms=[r for r in rooms if r])
+                everything = [*(r for r in rooms if r), *((2 * world,) if padded else ())]
+                tensors = inputs((sum(everything),), dtype, heads=2 * world, groups=world)
+                check_against_one_rank(rank_info, tensors, run, all_algorithms(2 * world, world), rooms=everything)
 
 
 @ranks(world_size=[2, 4])
