@@ -36,13 +36,25 @@ def print_report(config: Any, turbo: TurboConfig, plans: Iterable[ModulePlan], r
     """
     if resolved.trace is not None:
         trace_from_now_on(resolved.trace)
-    if turbo.communication.tp_overlap and resolved.one_hardware_queue and torch.version.hip is None:
-        resolved = dataclasses.replace(resolved, notes=(*resolved.notes, _ONE_QUEUE))
     components = {component: getattr(turbo, component) for component in COMPONENTS}
+    if turbo.communication.tp_overlap:
+        ranks = config.tensor_model_parallel_size
+        if ranks > 1:
+            components["overlap"] = (
+                f"collectives of {ranks} tensor-parallel ranks, transport: {turbo.communication.transport}"
+            )
+        resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *_overlap_notes(ranks, resolved)))
     settings = honoured_settings(config, turbo)
     plans = list(plans)
     memory = memory_rows(config, plans)
     print_once(startup_report(plans, resolved=resolved, settings=settings, components=components, memory=memory))
+
+
+def _overlap_notes(ranks: int, resolved: ResolvedConfig) -> Iterator[str]:
+    if ranks == 1:
+        yield "communication.tp_overlap: true changes nothing: one tensor-parallel rank has no collectives"
+    elif resolved.one_hardware_queue and torch.version.hip is None:
+        yield _ONE_QUEUE
 
 
 def plans_of(model: torch.nn.Module) -> list[ModulePlan]:

@@ -32,6 +32,18 @@ CASES: dict[str, dict[str, Any]] = {
         "on_model": _fuse,
         "distributed_optimizer": True,
     },
+    "tp2 ep2, experts beside a shared one": {
+        "tensor": 2,
+        "expert": 2,
+        "model": {
+            "num_moe_experts": 4,
+            "moe_ffn_hidden_size": 32,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
+            "moe_shared_expert_intermediate_size": 48,
+        },
+    },
     "tp2 dp2, mxfp4": {"tensor": 2, "turbo": {"precision": "mxfp4"}, "bf16": True},
 }
 
