@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class TurboDotProductAttention(MegatronModule):
         - Packed (`thd`) tokens outside every sequence give 0.
 
     Dropout is drawn by a counter (kernels/attention_dropout.py) under a seed that each call takes from the tensor-parallel
-    tracker's generator: activation recompute and CUDA graphs replay it, ranks of a context-parallel group agree on it, and no
+    generator: activation recompute and CUDA graphs replay it, ranks of a context-parallel group agree on it, and no
     mask is stored. The positions are not those that Megatron's local module would drop.
 
     Context parallelism: `cp_comm_type` as Megatron has it, in Megatron's zig-zag order (functional/context_parallel/).
@@ -224,11 +225,16 @@ class TurboDotProductAttention(MegatronModule):
         )
 
     def _dropout(self, query: Tensor) -> Dropout | None:
-        """A new seed a call, from the tensor-parallel generator: ranks with other heads draw others."""
+        """A new seed a call, from the tensor-parallel generator: ranks with other heads draw others.
+
+        With sequence parallelism Megatron's transformer block runs under that generator already. Entering it again would start
+        from the state it had before the block, so that every layer, and its recomputation, drew the same.
+        """
         probability = self.settings.dropout if self.training else 0.0
         if probability == 0.0:
             return None
-        with get_cuda_rng_tracker().fork():
+        own_stream = nullcontext() if self.config.sequence_parallel else get_cuda_rng_tracker().fork()
+        with own_stream:
             seed = torch.randint(2**62, (1,), dtype=torch.int64, device=query.device)
         return Dropout(probability=probability, seed=seed)
 
