@@ -27,6 +27,7 @@ class Costs:
     Attributes:
         gemm_tflops: Of a large BF16 GEMM.
         copy_gb_s: Bytes a rank receives a second while copy engines push.
+        memory_gb_s: Of the device's own memory, read plus written.
         chunk_us: What a GEMM loses each time it is cut (launch, last wave).
         host_us: Host time of one operation of a schedule.
         split_gemm_ms: Below so much GEMM one chunk is best.
@@ -37,6 +38,7 @@ class Costs:
 
     gemm_tflops: float
     copy_gb_s: float
+    memory_gb_s: float
     chunk_us: float
     host_us: float
     split_gemm_ms: float
@@ -49,6 +51,7 @@ MEASURED: Mapping[str, Costs] = {
     "sm90": Costs(
         gemm_tflops=750.0,
         copy_gb_s=350.0,
+        memory_gb_s=4200.0,
         chunk_us=8.0,
         host_us=8.0,
         split_gemm_ms=0.5,
@@ -101,7 +104,8 @@ def pipeline_ms(
             for chunk in range(chunks):
                 now = max(now, arrived[chunk]) + piece
         else:
-            now = max(now + own, lane) + copy / 8  # the sum reads and writes memory, about 8 times as fast as a link
+            part = copy / (world_size - 1) * costs.copy_gb_s / costs.memory_gb_s
+            now = max(now + own, lane) + (world_size + 1) * part  # the sum reads every rank's part and writes one
     host = costs.host_us * (6 * world_size + 4 * remote) / 1e3
     return max(now, host)
 
