@@ -18,7 +18,7 @@ import torch
 
 from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt, common_length
-from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import GemmPlan, Tile, choose_tile, fitted, pieces
+from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import GemmPlan, Tile, complete
 from primus_turbo_plugin.kernels.gluon.grouping import check_offsets, row_tiles
 from primus_turbo_plugin.kernels.requests import GemmRequest
 from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
@@ -191,16 +191,12 @@ def _plan(
     a: _Source, b: _Source, y: torch.Tensor, rows: int, groups: int, grouped: str, accumulate: bool, programs: int,
     length: int | None, ablation: Ablation, tile: Tile | None, bias: bool,
 ) -> GemmPlan:  # fmt: skip
-    tile = tile or choose_tile(a.element, b.element, rows, y.shape[-1], groups, programs)
-    plan = GemmPlan(
+    wanted = GemmPlan(
         A=a.element, B=b.element, A_K=a.k_inner, B_K=b.k_inner, MX=a.is_mx,
         ROW_SCALE=not a.is_mx and a.scale is not None, ACCUMULATE=accumulate, GROUPED=grouped, GROUPS=groups,
-        PIECES=pieces(tile.BM), TDM=ablation.tdm, TRANSPOSE_LOAD=ablation.transpose_load,
-        **{name: value for name, value in tile._asdict().items() if name != "share"},
+        TDM=ablation.tdm, TRANSPOSE_LOAD=ablation.transpose_load,
     )  # fmt: skip
-    plan = fitted(plan, y.element_size(), vectors=bias or plan.ROW_SCALE)
-    even = length is not None and length % plan.BK == 0 and length >= plan.STAGES * plan.BK
-    return plan._replace(EVEN_K=not ablation.tdm and even)
+    return complete(wanted, tile, rows, y.shape[-1], programs, length, y.element_size(), bias)
 
 
 def _call(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 LDS_BYTES = 320 * 1024
@@ -144,3 +145,33 @@ def fitted(plan: GemmPlan, out_bytes: int, *, vectors: bool) -> GemmPlan:
             if lds_bytes(trial, out_bytes) <= room:
                 return trial
     raise AssertionError(f"no two stages of {plan} fit LDS")
+
+
+@functools.lru_cache(maxsize=1024)
+def complete(
+    wanted: GemmPlan,
+    tile: Tile | None,
+    rows: int,
+    cols: int,
+    programs: int,
+    length: int | None,
+    out_bytes: int,
+    bias: bool,
+) -> GemmPlan:
+    """The plan with its tile, and what follows from that.
+
+    Args:
+        wanted: Elements, orientation, epilogue and features.
+        tile: None: the one that suits.
+        rows, cols: Of the output, or of an average group's.
+        programs: Compute units.
+        length: Elements of the contraction, None where groups have their own.
+        out_bytes: Of an element of the output.
+        bias: There is one.
+    """
+    tile = tile or choose_tile(wanted.A, wanted.B, rows, cols, wanted.GROUPS, programs)
+    sizes = {name: value for name, value in tile._asdict().items() if name != "share"}
+    plan = wanted._replace(PIECES=pieces(tile.BM), **sizes)
+    plan = fitted(plan, out_bytes, vectors=bias or plan.ROW_SCALE)
+    even = length is not None and length % plan.BK == 0 and length >= plan.STAGES * plan.BK
+    return plan._replace(EVEN_K=even and not plan.TDM)
