@@ -97,7 +97,7 @@ def _key_words(row: Any, col: Any) -> dict[str, int]:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("pair", WORD_PAIRS, ids=_ids)
 def test_the_kernel_of_aligned_bf16_equals_the_reference_in_every_byte(arch, pair, rng) -> None:
-    """With tails in both directions. gfx950 must use its conversion to FP4, and takes its scales shuffled."""
+    """With tails in both directions. gfx950 must use its conversions, and takes its scales shuffled."""
     rows, cols = 100, 264
     x = _values(rows, cols, rng)
     layout = "gfx950" if arch == "gfx950" else "plain"
@@ -114,8 +114,8 @@ def test_the_kernel_of_aligned_bf16_equals_the_reference_in_every_byte(arch, pai
         "REVERSED": arch == "gfx942",
         "TB": token_blocks, "GROUP": 8, "LANES": LANES[arch], "EVEN": False, "TARGET": TARGET[arch],
     }  # fmt: skip
-    converts = arch == "gfx950" and any(spec.format == "mxfp4" and spec.rounding == "nearest" for spec in pair)
-    required = ("v_cvt_scalef32_pk_fp4_f32",) if converts else ()
+    conversions = {"e2m1": "v_cvt_scalef32_pk_fp4_f32", "e4m3": "v_cvt_pk_fp8_f32.*", "e5m2": "v_cvt_pk_bf8_f32.*"}
+    required = tuple({conversions[str(spec.element)] for spec in pair}) if arch == "gfx950" else ()
     gate = IsaGate(
         required_anywhere=required, forbidden_anywhere=("scratch_.*",), min_workgroups=1 if "fp8(" in _ids(pair) else 2
     )
