@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from primus_turbo_plugin.communication import schedules
 from primus_turbo_plugin.communication.schedules import Program
-from primus_turbo_plugin.communication.schedules.check import check, gathered, scattered
+from primus_turbo_plugin.communication.schedules.check import CallOf, check, check_calls, gathered, scattered
 from primus_turbo_plugin.communication.schedules.program import COMPUTE, Fork, Join, Put, Signal, Wait, incoming
 from primus_turbo_plugin.communication.schedules.rows import chunks_of, even_shares
 
@@ -115,6 +115,37 @@ def test_ring_reduce_scatter_adds_every_rank_once(rows: tuple[int, ...]) -> None
         __hash__ = None  # type: ignore[assignment]
 
     assert check(programs, [sum(rows)] * size, Right, calls=3) == []
+
+
+@st.composite
+def call_sequences(draw: Any) -> list[CallOf]:
+    """Calls as a layer's channel sees them: fused and bulk, of changing rows, chunks and lanes."""
+    size = draw(st.integers(2, 6))
+    gathers = draw(st.booleans())
+    calls = []
+    for _ in range(draw(st.integers(2, 6))):
+        rows = tuple(draw(st.lists(st.integers(0, 4), min_size=size, max_size=size)))
+        lanes, chunks, bulk = draw(st.integers(1, size)), draw(st.integers(1, 3)), draw(st.booleans())
+        everywhere = [sum(rows)] * size
+        if gathers and bulk:
+            calls.append(CallOf(_of_all(schedules.all_gather, rows, lanes=lanes), rows, None))
+        elif gathers:
+            programs = _of_all(schedules.all_gather_gemm, rows, chunks=chunks, lanes=lanes, keep=draw(st.booleans()))
+            calls.append(CallOf(programs, rows, gathered(rows)))
+        elif bulk:
+            programs = _of_all(schedules.reduce_scatter, rows, lanes=lanes)
+            calls.append(CallOf(programs, everywhere, scattered(rows, gemm=False)))
+        else:
+            add = size == 2 and draw(st.booleans())
+            programs = _of_all(schedules.gemm_reduce_scatter, rows, chunks=chunks, lanes=lanes, add=add)
+            calls.append(CallOf(programs, everywhere, scattered(rows, add=add)))
+    return calls
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(call_sequences())
+def test_calls_of_any_kind_may_follow_each_other_over_two_slots(calls: list[CallOf]) -> None:
+    assert check_calls(calls) == []
 
 
 @pytest.mark.parametrize("world_size", range(1, 17))

@@ -59,6 +59,21 @@ class _Item:
     after: tuple[int, int] | None = None  # thread, and how many of its operations must be over
 
 
+@dataclass(frozen=True, slots=True)
+class CallOf:
+    """One of several calls that share their slots.
+
+    Attributes:
+        programs: One a rank.
+        input_rows: Rows of every rank's input.
+        expected: What each row of the output must hold; None for programs that leave their result in the slot.
+    """
+
+    programs: Sequence[Program]
+    input_rows: Sequence[int]
+    expected: Expected | None
+
+
 def check(
     programs: Sequence[Program],
     input_rows: Sequence[int],
@@ -67,44 +82,46 @@ def check(
     calls: int = 4,
     slots: int = SLOTS,
 ) -> list[str]:
-    """Plays `calls` calls of the programs of all ranks.
+    """Plays the same call several times; see `check_calls`."""
+    return check_calls([CallOf(programs, input_rows, expected)] * calls, slots=slots)
+
+
+def check_calls(calls: Sequence[CallOf], *, slots: int = SLOTS) -> list[str]:
+    """Plays calls that follow each other without a barrier, whatever their schedules, over one set of slots.
 
     Args:
-        programs: One a rank.
-        input_rows: Rows of every rank's input.
-        expected: What each row of the output must hold; None for programs that leave their result in the slot.
-        calls: How many calls follow each other without a barrier.
-        slots: How many slots calls use in turn.
+        calls: In their order, which is the same on all ranks.
+        slots: How many slots they use in turn.
 
     Returns:
         What is wrong, in words; empty if nothing is.
     """
-    return _Play(programs, input_rows, expected, calls, slots).run()
+    return _Play(calls, slots).run()
 
 
 class _Play:
-    def __init__(
-        self, programs: Sequence[Program], input_rows: Sequence[int], expected: Expected | None, calls: int, slots: int
-    ) -> None:
-        self.programs, self.input_rows, self.expected, self.slots = programs, input_rows, expected, slots
-        self.width = 1 + max(p.num_lanes for p in programs)
-        num_threads = self.width * len(programs)
+    def __init__(self, calls: Sequence[CallOf], slots: int) -> None:
+        self.calls, self.slots = calls, slots
+        world_size = len(calls[0].programs)
+        self.width = 1 + max(p.num_lanes for call in calls for p in call.programs)
+        num_threads = self.width * world_size
         self.clocks = [[0] * num_threads for _ in range(num_threads)]
         self.done = [0] * num_threads
         self.queues: list[deque[_Item]] = [deque() for _ in range(num_threads)]
         self.signals: dict[tuple[int, int, int, int], list[int]] = {}  # (writer, rank, flag, call) -> its clock
         self.cells: dict[tuple[Any, ...], _Cell] = {}
         self.faults: dict[str, None] = {}  # each once, in the order found
-        for rank, program in enumerate(programs):
-            self._issue(rank, program, calls)
+        for rank in range(world_size):
+            self._issue(rank)
 
-    def _issue(self, rank: int, program: Program, calls: int) -> None:
+    def _issue(self, rank: int) -> None:
         """Fills the lanes' queues in the order of issue."""
         counts = [0] * self.width
-        for call in range(calls):
-            given = _Caller(True, Rows("input", 0, self.input_rows[rank]))
+        for number, call in enumerate(self.calls):
+            program = call.programs[rank]
+            given = _Caller(True, Rows("input", 0, call.input_rows[rank]))
             taken = [_Caller(False, Rows("output", 0, program.output_rows))]
-            if self.expected is None:
+            if call.expected is None:
                 taken.append(_Caller(False, Rows("slot", 0, program.slot_rows[rank])))
             for op in (given, *program.ops(), *taken):
                 lane = 1 + getattr(op, "lane", COMPUTE)
@@ -113,7 +130,7 @@ class _Play:
                     after = (rank * self.width, counts[0])
                 elif isinstance(op, Join):
                     after, lane = (rank * self.width + lane, counts[lane]), 0
-                self.queues[rank * self.width + lane].append(_Item(op, call, after))
+                self.queues[rank * self.width + lane].append(_Item(op, number, after))
                 counts[lane] += 1
 
     def run(self) -> list[str]:
@@ -164,9 +181,10 @@ class _Play:
             self._write(thread, rank, op.rows, item, [("x", item.call, rank, row) for row in range(op.rows.stop)])
             return
         tokens = self._read(thread, rank, op.rows, item)
-        if op.rows.buffer == "output" and self.expected is not None:
+        expected = self.calls[item.call].expected
+        if op.rows.buffer == "output" and expected is not None:
             for row, token in enumerate(tokens):
-                wanted = self.expected(item.call, rank, row)
+                wanted = expected(item.call, rank, row)
                 if token != wanted:
                     self._fault(f"result: call {item.call}, rank {rank}, row {row}: {token}, expected {wanted}")
 
