@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def rank_sum(parts: Sequence[Tensor], out: Tensor) -> None:
@@ -21,7 +28,7 @@ def rank_sum(parts: Sequence[Tensor], out: Tensor) -> None:
         out.copy_(parts[0])
     elif out.device.type == "cuda" and len(parts) == 2 and parts[0].dtype == out.dtype:
         torch.add(parts[0], parts[1], out=out)  # in fp32 with one rounding, and launched sooner than a kernel of ours
-    elif out.device.type == "cuda":
+    elif out.device.type == "cuda" and _has_triton():
         from primus_turbo_plugin.kernels.triton.rank_sum import rank_sum as fused
 
         fused(parts, out)
