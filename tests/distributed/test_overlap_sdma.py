@@ -1,0 +1,134 @@
+"""The sdma transport on GPUs: two ranks on two, or on one, where IPC memory stands in for a peer's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from primus_turbo_plugin.communication import schedules
+from primus_turbo_plugin.communication.executor import Channel, Form
+from primus_turbo_plugin.communication.overlap import Overlap, Payload
+from primus_turbo_plugin.communication.rank_sum import rank_sum
+from primus_turbo_plugin.communication.transports.device_api import device_api
+from primus_turbo_plugin.communication.transports.engine_probe import COMPUTE_UNITS, COPY_ENGINE, probe_engine
+from primus_turbo_plugin.communication.transports.sdma import SdmaTransport
+from tests.support.distributed import RankInfo, ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="sdma moves GPU tensors; torch sees no GPU")
+
+K, N = 256, 512
+
+
+def _device(info: RankInfo) -> torch.device:
+    device = torch.device("cuda", info.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+@ranks(world_size=2, timeout_s=110)
+@pytest.mark.parametrize("signal_by", ["copy", "write"])
+@pytest.mark.parametrize("waits_in_stream", [True, False])
+def test_rows_arrive_under_random_delays(rank_info: RankInfo, signal_by: str, waits_in_stream: bool) -> None:
+    """Back to back, of changing shapes; inputs overwritten at once; sequence numbers beyond the table's first part."""
+    device, size, rank = _device(rank_info), rank_info.world_size, rank_info.rank
+    transport = SdmaTransport(torch.distributed.group.WORLD, device, signal_by=signal_by, probe=False)  # type: ignore[arg-type]
+    transport._waits_in_stream &= waits_in_stream
+    g, dice = torch.Generator().manual_seed(rank_info.seed), random.Random(rank)
+    gathers, scatters = Channel(transport), Channel(transport)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-4, 5, shape, generator=g).bfloat16().to(device)
+
+    def pause(cycles: float) -> None:
+        if dice.random() < 0.3:
+            torch.cuda._sleep(int(dice.random() * cycles))
+
+    for case in range(12):
+        if case == 6:
+            torch.cuda.synchronize()
+            torch.distributed.barrier()
+            gathers._sequence = (1 << 16) - 3
+        rows = tuple(int(n) for n in torch.randint(0, 200, (size,), generator=g))
+        w, xs, parts = integers(N, K), [integers(n, K) for n in rows], [integers(sum(rows), K) for _ in range(size)]
+
+        def multiply(planes: list[Tensor], out: Tensor, add: Tensor | None, w: Tensor = w) -> None:
+            pause(2e6)
+            torch.mm(planes[0], w.t(), out=out)
+
+        x, y = xs[rank].clone(), torch.full((sum(rows), N), torch.nan, dtype=torch.bfloat16, device=device)
+        programs = tuple(
+            schedules.all_gather_gemm(r, rows, chunks=1 + case % 3, keep=bool(case % 2)) for r in range(size)
+        )
+        pause(4e6)
+        call = gathers.start(programs, [x], (Form.of(x),), multiply=multiply, output=y)
+        (slot,) = gathers.finish(call)
+        x.fill_(torch.nan)
+        kept = slot.clone()
+        part, out = parts[rank].clone(), torch.full((rows[rank], N), torch.nan, dtype=torch.bfloat16, device=device)
+        programs = tuple(schedules.gemm_reduce_scatter(r, rows, chunks=1 + case % 3) for r in range(size))
+        call = scatters.start(
+            programs,
+            [part],
+            (Form.of(out),),
+            input_forms=(Form.of(part),),
+            multiply=multiply,
+            partial=out.new_empty(sum(rows), N),
+            output=out,
+        )
+        scatters.finish(call)
+        part.fill_(torch.nan)
+        whole = torch.cat(xs)
+        assert torch.equal(y, whole @ w.t()), case
+        assert case % 2 == 0 or torch.equal(kept, whole), case
+        products = [(p @ w.t()).split(rows)[rank].float() for p in parts]
+        assert torch.equal(out, sum(products[1:], products[0]).bfloat16()), case
+
+
+@ranks(world_size=2, timeout_s=60)
+def test_bulk_collectives_under_other_work(rank_info: RankInfo) -> None:
+    device, size, rank = _device(rank_info), rank_info.world_size, rank_info.rank
+    overlap = Overlap(SdmaTransport(torch.distributed.group.WORLD, device, probe=False))
+    for call in range(10):
+        x = torch.full((512, 256), float(call * size + rank), dtype=torch.bfloat16, device=device)
+        pending = overlap.start_gather(Payload.plain(x))
+        torch.cuda._sleep(10**6 * (1 + rank))
+        (gathered,) = pending.wait()
+        sums = overlap.start_scatter(gathered * 1.0)
+        torch.cuda._sleep(10**5)
+        expected = torch.arange(size, device=device).add(call * size).bfloat16()
+        assert torch.equal(gathered, expected.repeat_interleave(512)[:, None].expand(-1, 256))
+        assert torch.equal(sums.wait(), torch.full_like(x, float(size * (call * size + rank))))
+
+
+@ranks(world_size=1)
+def test_the_probe_tells_copy_engines_from_kernels(rank_info: RankInfo) -> None:
+    device = _device(rank_info)
+    device_api()
+    source = torch.ones(1 << 22, dtype=torch.uint8, device=device)
+    host, target = torch.ones(1 << 22, dtype=torch.uint8, pin_memory=True), torch.zeros_like(source)
+
+    def upload(stream: int) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            target.copy_(host, non_blocking=True)
+
+    def kernel(stream: int) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            torch.add(source, 1, out=target)
+
+    assert probe_engine(upload, device) == COPY_ENGINE
+    assert probe_engine(kernel, device) == COMPUTE_UNITS
+
+
+@ranks(world_size=1)
+def test_sums_on_a_gpu_are_those_of_the_reference(rank_info: RankInfo) -> None:
+    device = _device(rank_info)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        parts = [torch.randn(77, 33, device=device).mul(10.0**i).to(dtype) for i in range(9)]
+        for count in range(1, 10):
+            out, expected = torch.empty_like(parts[0]), torch.empty(77, 33, dtype=dtype)
+            rank_sum(parts[:count], out)
+            rank_sum([part.cpu() for part in parts[:count]], expected)
+            assert torch.equal(out.cpu(), expected), (dtype, count)
