@@ -7,6 +7,9 @@ That is all that a tile of FP4 codes needs, and twice what one of FP8 codes does
 stretches of rows or of the contraction that start anywhere.
 """
 
+# mypy: disable-error-code="assignment,no-redef"
+# (tuples grow in kernels, and branches of compile-time conditions define names again)
+
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -18,6 +18,7 @@ from primus_turbo_plugin.kernels.gluon.gemm_gfx950 import OPTIONS, Ablation, dep
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_plan import Tile, tiles_for
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_targets import plain, quantized, values
 from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
+from primus_turbo_plugin.precision.formats import Format
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 
 BF16_STEP = 2.0**-7
@@ -160,16 +161,19 @@ def _operand(spec: QuantSpec | None, k_inner: bool = True, dtype: torch.dtype = 
 
 
 def _eight(element: str, **fields: Any) -> QuantSpec:
-    return QuantSpec(format="mxfp8", element=element, **fields)
+    return QuantSpec(format=Format.MXFP8, element=element, **fields)
 
 
 def isa_targets() -> list[KernelTarget]:
     large, middle, small = tiles_for("bf16")
     fp4_large, _, fp4_small = tiles_for("e2m1")
     eight, _, eight_small = tiles_for("e4m3")
-    row, whole = QuantSpec(format="fp8", block="rowwise"), QuantSpec(format="fp8", element="e5m2", block="tensorwise")
+    row, whole = (
+        QuantSpec(format=Format.FP8, block="rowwise"),
+        QuantSpec(format=Format.FP8, element="e5m2", block="tensorwise"),
+    )
     k, rows, half = _operand(None), _operand(None, k_inner=False), _operand(None, dtype=torch.float16)
-    fp4, fp4_square = QuantSpec(format="mxfp4"), QuantSpec(format="mxfp4", block="32x32")
+    fp4, fp4_square = QuantSpec(format=Format.MXFP4), QuantSpec(format=Format.MXFP4, block="32x32")
     plain_mfma, scaled = "v_mfma_f32_32x32x16_bf16", "v_mfma_scale_f32_32x32x64_f8f6f4"
     turned = ("ds_read_b64_tr_b16", plain_mfma)
     bytewise = gate(scaled, bound=None)  # plain scales: experts' rows start anywhere

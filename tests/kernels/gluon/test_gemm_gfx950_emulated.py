@@ -1,4 +1,4 @@
-"""The gfx950 GEMMs compiled, emulated against float64 with deferred transfers and race checks, held to ISA gates.
+"""The gfx950 GEMMs compiled, emulated against float64 with deferred transfers and race checks on, held to ISA gates.
 
 Nothing here was measured or has run on hardware. The mutants show that a missing wait, barrier, lane map or bound would be noticed.
 """
