@@ -156,7 +156,11 @@ class _Hip(DeviceApi):
             getattr(library, function).argtypes = types
 
     def allocate(self, nbytes: int) -> int:
-        """Fine-grained (hipDeviceMallocFinegrained), so that a peer's words are seen while a kernel or stream waits for them."""
+        """Fine-grained (hipDeviceMallocFinegrained), so that what a peer's engine writes is seen whatever a cache holds.
+
+        TODO(#5): GEMMs read operands from here. Measure on an AMD GPU whether coarse-grained slots are faster and still coherent
+        at kernel boundaries; flags must stay fine-grained.
+        """
         address = ctypes.c_void_p()
         self._call("hipExtMallocWithFlags", ctypes.byref(address), nbytes, 1)
         self._call("hipMemset", address, 0, nbytes)
