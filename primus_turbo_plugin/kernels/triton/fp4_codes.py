@@ -114,26 +114,11 @@ def max_of_halves(a, b):
 
 
 @triton.jit
-def amax_of_words(w0, w1, w2, w3, TARGET: tl.constexpr):
-    """bf16 bits of the largest magnitude of four words of two bf16, in both halves; NaN is above Inf above every number."""
-    if TARGET == "sm90":
-        pair = max_of_halves(max_of_halves(w0, w1), max_of_halves(w2, w3))
-        amax = max_of_halves(pair, (pair << 16) | ((pair >> 16) & 0xFFFF)) & 0x7FFF7FFF
-    else:
-        low = tl.maximum(tl.maximum(w0 & 0x7FFF, w1 & 0x7FFF), tl.maximum(w2 & 0x7FFF, w3 & 0x7FFF))
-        mask: tl.constexpr = 0x7FFF0000
-        high = tl.maximum(tl.maximum(w0 & mask, w1 & mask), tl.maximum(w2 & mask, w3 & mask))
-        amax = tl.maximum(low, high >> 16)
-        amax = amax | (amax << 16)
-    return amax
-
-
-@triton.jit
 def scale_of_amax(amax, ROUND_UP: tl.constexpr, TARGET: tl.constexpr):
     """(inverse scale as bf16 bits in both halves, mask: all ones for numbers and 0 for Inf or NaN, E8M0 byte), all int32.
 
     Args:
-        amax: As `amax_of_words`.
+        amax: bf16 bits of the block's amax, in both halves; NaN is above Inf above every number.
         ROUND_UP: What the scale rule adds to the amax's bf16 bits.
         TARGET: See the module.
     """

@@ -39,22 +39,8 @@ def rotate_tile(v, signs_ptr, SIZE: tl.constexpr, LOG2_SIZE: tl.constexpr, FACTO
 
 
 @triton.jit
-def rotate_registers(values, LOG2_SIZE: tl.constexpr):
-    """Unnormalised transform of a tuple of 2^LOG2_SIZE tensors across the tuple: no data moves between threads."""
-    for stage in tl.static_range(LOG2_SIZE):
-        out = ()
-        for i in tl.static_range(1 << LOG2_SIZE):
-            if (i >> stage) & 1:
-                out = out + (values[i - (1 << stage)] - values[i],)
-            else:
-                out = out + (values[i] + values[i + (1 << stage)],)
-        values = out
-    return values
-
-
-@triton.jit
 def rotate_stages(values, STAGES: tl.constexpr):
-    """The first STAGES butterfly stages of an unnormalised transform of a tuple of any larger power of two of tensors."""
+    """The first STAGES butterfly stages of an unnormalised transform across a tuple of tensors: no data moves between threads."""
     N: tl.constexpr = len(values)
     for stage in tl.static_range(STAGES):
         out = ()
