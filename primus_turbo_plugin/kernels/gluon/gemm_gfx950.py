@@ -234,10 +234,9 @@ def _source(operand: Operand, *, shuffle: bool = True, rows_inner: bool = False)
 
 def _cells(a: Operand, b: Operand, left: _Source) -> int:
     """Cells of the contraction to multiply, in whole transfers: past the common length both operands hold zeros."""
+    elements = common_length(a, b)  # refuses operands that are rotated differently
     if left.is_mx:
         elements = min(x.padded_contraction for x in (a, b) if isinstance(x, QuantizedTensor))
-    else:
-        elements = common_length(a, b)
     cells = elements * ELEMENT_BITS[left.element] // (16 if left.element in HALVES else 8)
     vector = 8 if left.element in HALVES else _TRANSFER_BYTES
     return -(-cells // vector) * vector
@@ -261,13 +260,13 @@ def _call(a: _Source, b: _Source, y: torch.Tensor, bias: torch.Tensor | None, of
     from primus_turbo_plugin.kernels.gluon.gemm_gfx950_kernel import gemm_gfx950_kernel
 
     _check_output(y)
-    for name, source in (("a", a), ("b", b)):
-        reach = max(plan.BM, plan.BN, 128) * source.stride * source.data.element_size()
-        if reach > _LARGEST_OFFSET:
+    for name, tensor, stride in (("a", a.data, a.stride), ("b", b.data, b.stride), ("the output", y, y.stride(-2))):
+        if max(plan.BM, plan.BN) * stride * tensor.element_size() > _LARGEST_OFFSET:
             raise ShapeError(
-                f"gemm: rows of {name} are {source.stride} elements apart, too far for 32-bit offsets inside a tile. Use another "
+                f"gemm: rows of {name} are {stride} elements apart, too far for 32-bit offsets inside a tile. Use another "
                 "backend for this product."
             )
+    bias = bias if bias is None else bias.contiguous()
     args: dict[str, Any] = {
         "a_ptr": a.data, "a_scale": a.scale, "b_ptr": b.data, "b_scale": b.scale, "bias_ptr": bias, "c_ptr": y,
         "offsets_ptr": offsets, "tiles_ptr": tiles, "M": sizes[0], "N": sizes[1], "K": sizes[2],

@@ -10,9 +10,10 @@ from primus_turbo_plugin.kernels.gluon import gemm, gemm_gfx950
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_plan import choose_tile, tiles_for
 from primus_turbo_plugin.kernels.registry import default_registry
 from primus_turbo_plugin.kernels.requests import GemmRequest
+from primus_turbo_plugin.precision.formats import Format
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 
-FP4, FP8 = QuantSpec(format="mxfp4"), QuantSpec(format="mxfp8")
+FP4, FP8 = QuantSpec(format=Format.MXFP4), QuantSpec(format=Format.MXFP8)
 
 
 def request_of(a: torch.dtype | QuantSpec, b: torch.dtype | QuantSpec, device: str = "cuda") -> GemmRequest:
@@ -27,7 +28,7 @@ def on_gfx950(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("on_gfx950")
 @pytest.mark.parametrize(
-    "kind", [torch.bfloat16, torch.float16, FP4, FP8, QuantSpec(format="fp8", block="rowwise")], ids=str
+    "kind", [torch.bfloat16, torch.float16, FP4, FP8, QuantSpec(format=Format.FP8, block="rowwise")], ids=str
 )
 def test_two_operands_of_a_kind_are_served(kind: torch.dtype | QuantSpec) -> None:
     assert gemm.supports(request_of(kind, kind)) is None
@@ -41,8 +42,8 @@ def test_two_operands_of_a_kind_are_served(kind: torch.dtype | QuantSpec) -> Non
         (torch.bfloat16, torch.float16, "got bfloat16 and float16"),
         (torch.bfloat16, FP4, "two quantised operands or two plain ones"),
         (FP4, FP8, "8-bit or both 4-bit elements"),
-        (FP8, QuantSpec(format="fp8", block="rowwise"), "both operands must have MX scales"),
-        (QuantSpec(format="fp8", block="128x128"), QuantSpec(format="fp8", block="128x128"), "whole rows"),
+        (FP8, QuantSpec(format=Format.FP8, block="rowwise"), "both operands must have MX scales"),
+        (QuantSpec(format=Format.FP8, block="128x128"), QuantSpec(format=Format.FP8, block="128x128"), "whole rows"),
     ],
     ids=str,
 )
@@ -114,3 +115,18 @@ def test_offsets_and_outputs_are_checked() -> None:
     out = torch.zeros(2, 8, 8, dtype=torch.bfloat16)
     with pytest.raises(ShapeError, match="float32 to accumulate"):
         gemm_gfx950.depth_call(a.t()[:8], a.t()[:8], offsets, out, accumulate=True, cus=1)
+
+
+def test_strides_too_large_for_offsets_are_refused() -> None:
+    a = torch.empty_strided((4, 8), (1 << 23, 1), dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ShapeError, match="rows of a are 8388608 elements apart"):
+        gemm_gfx950.gemm_call(a, torch.zeros(8, 8, dtype=torch.bfloat16), torch.empty(4, 8), cus=1)
+
+
+def test_operands_rotated_differently_are_refused() -> None:
+    from primus_turbo_plugin.kernels.reference.quantize import quantize
+
+    x = torch.randn(32, 64)
+    a, b = quantize(x, FP4), quantize(x, QuantSpec(format=Format.MXFP4, hadamard=16))
+    with pytest.raises(ShapeError, match="rotated alike"):
+        gemm_gfx950.gemm_call(a, b, torch.empty(32, 32), cus=1)

@@ -1,6 +1,7 @@
 """The gfx950 GEMMs compiled, emulated against float64 with deferred transfers and race checks on, held to ISA gates.
 
-Nothing here was measured or has run on hardware. The mutants show that a missing wait, barrier, lane map or bound would be noticed.
+Nothing here was measured or has run on hardware. The mutants show that a missing wait, barrier, lane map or bound would be
+noticed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from primus_turbo_plugin.amdgcn.report.mca import run_mca
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_plan import tiles_for
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_targets import isa_targets
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_targets import plain, quantized, values
+from primus_turbo_plugin.precision.formats import Format
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from tests.support import seeds
 
@@ -94,6 +96,25 @@ def test_one_operand_along_k_the_other_along_its_rows_and_a_depth_that_is_no_tra
     np.testing.assert_allclose(y.double(), values(a) @ values(b).T, atol=2.0**-12, rtol=0)
 
 
+def test_every_tile_of_many_is_computed_once(numbers: np.random.Generator) -> None:
+    """25 tiles dealt to 8 dies, in groups of rows of which the last is smaller; accumulated into, so that twice would show."""
+    a, b = plain(numbers, 520, 64, True), plain(numbers, 560, 64, True)
+    y = torch.ones(520, 560)
+    run(gemm_gfx950.gemm_call(a, b, y, accumulate=True, cus=4, tile=SMALL))
+    np.testing.assert_allclose(y.double(), values(a) @ values(b).T + 1, atol=2.0**-12, rtol=0)
+
+
+@pytest.mark.parametrize("depth", [75, 128], ids=str)
+def test_fp8_of_any_depth(depth: int, numbers: np.random.Generator) -> None:
+    """Codes whose rows are no whole transfers are copied with zeros behind them."""
+    spec = QuantSpec(format=Format.FP8, block="rowwise")
+    a, b = quantized(numbers, 40, depth, spec), quantized(numbers, 72, depth, spec)
+    y = torch.full((40, 72), float("nan"))
+    run(gemm_gfx950.gemm_call(a, b, y, cus=4, tile=tiles_for("e4m3")[-1]))
+    want = values(a)[:, :depth] @ values(b)[:, :depth].T
+    np.testing.assert_allclose(y.double(), want, atol=2.0**-18 * np.abs(want).max(), rtol=0)
+
+
 def test_views_into_larger_tensors_and_outputs_with_a_pitch(numbers: np.random.Generator) -> None:
     """Rows further apart than they are long, and neighbours that must stay as they are."""
     a = plain(numbers, 140, 208, True)[3:133, 8:144]
@@ -119,7 +140,7 @@ def test_aligned_operands_are_read_where_they_are_and_others_are_copied(numbers:
 
 @pytest.mark.parametrize("shuffled", [False, True], ids=["plain", "gfx950"])
 def test_a_nan_scale_stays_visible_in_its_row_and_nowhere_else(shuffled: bool, numbers: np.random.Generator) -> None:
-    spec = QuantSpec(format="mxfp4")
+    spec = QuantSpec(format=Format.MXFP4)
     a, b = quantized(numbers, 130, 288, spec), quantized(numbers, 40, 288, spec)
     a.block_scale[129, 8] = 0xFF
     want = values(a)[:129] @ values(b).T
