@@ -76,6 +76,18 @@ def test_the_loop_waits_for_one_stage_and_leaves_the_others_in_flight(name: str)
     ]
 
 
+@pytest.mark.parametrize("name", ["gfx1250_bf16_nt", "gfx1250_bf16_tn", "gfx1250_mxfp4"])
+def test_lds_reads_are_spread_over_the_matrix_instructions(name: str) -> None:
+    """Left alone, LLVM reads half a stage (37 to 53 instructions) at a stretch in front of the barrier, which waits for them."""
+    loop = hot_loop(TARGETS[name].compile(ARCH).program)
+    assert loop is not None
+    longest = run_length = 0
+    for item in loop.instructions:
+        run_length = 0 if "wmma" in item.opcode else run_length + item.opcode.startswith("ds_load")
+        longest = max(longest, run_length)
+    assert longest <= 24
+
+
 def run(call: gemm_gfx1250.KernelCall) -> torch.Tensor:
     """Emulates a call."""
     compiled = amdgcn.compile(call.kernel, ARCH, call.args, call.constants, **call.options)
