@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -102,12 +103,18 @@ def dq_launch(
 
 def descriptor(x: Tensor, rows: int, width: int) -> Any:
     """x `[batch, tokens, heads, dim]` in tiles of `rows` tokens of one head; columns past dim read as zero."""
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape)] + [1]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, width], layout)
+    return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, width], _layout(128, 16, 4))
+
+
+@functools.cache
+def _layout(swizzle: int, bits: int, rank: int) -> Any:
+    """Made once: making it takes longer than making the descriptor."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
 
 
 def _both_parts(name: str, x: Tensor, rows: int, width: int) -> dict[str, Any]:
@@ -122,12 +129,10 @@ def _tail(x: Tensor, width: int) -> int:
 
 def _row_descriptor(x: Tensor, rows: int) -> Any:
     """x fp32 `[batch, heads, queries]`, contiguous, in runs of `rows` queries of one head."""
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     batch, heads, queries = x.shape
-    return TensorDescriptor(x, [batch * heads, queries], [queries, 1], [1, rows], layout)
+    return TensorDescriptor(x, [batch * heads, queries], [queries, 1], [1, rows], _layout(0, 32, 2))
 
 
 def _sizes(q: Tensor, k: Tensor, problem: Problem) -> dict[str, Any]:
