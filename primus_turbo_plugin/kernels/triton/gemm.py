@@ -22,7 +22,8 @@ from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import GemmRequest
 from primus_turbo_plugin.kernels.triton import gemm_config
 from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
-from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, key_of
+from primus_turbo_plugin.kernels.triton.gemm_defaults import triton_version
+from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, gpu_of, key_of
 from primus_turbo_plugin.kernels.triton.gemm_launch import Program, facts, program_of
 from primus_turbo_plugin.kernels.triton.gemm_tuning import TUNABLE
 from primus_turbo_plugin.kernels.triton.targets import SCALED_MATRIX_UNITS, refusal
@@ -128,7 +129,7 @@ def tuned(table: TuningTable) -> Any:
 
 def supports(request: GemmRequest) -> str | None:
     """None, or why this kernel cannot multiply these operands."""
-    reason = refusal(request.device)
+    reason = refusal(request.device) or _triton_refusal()
     if reason is not None:
         return reason
     plain = {kind for kind in (request.a, request.b) if isinstance(kind, torch.dtype)}
@@ -144,6 +145,18 @@ def supports(request: GemmRequest) -> str | None:
         return f"{partner}, got {names}"
     return None
 
+
+def _triton_refusal() -> str | None:
+    """Why the installed Triton cannot compile for this GPU, or None."""
+    arch = gpu_of(torch.cuda.current_device())[0] if torch.cuda.is_available() else ""
+    found, needed = triton_version(), _NEEDED_TRITON.get(arch, (3, 6))
+    if found >= needed:
+        return None
+    return f"needs Triton {needed[0]}.{needed[1]} on {arch or 'this GPU'}, got {found[0]}.{found[1]}"
+
+
+_NEEDED_TRITON = {"gfx1250": (3, 8)}
+"""Triton 3.6 takes minutes for gfx1250 and spills thousands of registers."""
 
 BACKEND = Backend(
     name="triton",

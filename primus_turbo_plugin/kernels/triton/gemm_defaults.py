@@ -6,6 +6,7 @@ matrix instructions the limit of the static estimate; none has been timed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
@@ -22,7 +23,21 @@ _FULL = 0.75
 _MAX_SHARES = 16
 _MIN_STEPS_OF_A_SHARE = 4
 
+_DIRECT_COPIES = (3, 8)
+"""Triton that copies straight into LDS on gfx950 by default: 3.8 and 3.9 do, 3.6 does not, 3.7 was not looked at."""
+
 Options = Mapping[str, Any]
+
+
+@functools.cache
+def triton_version() -> tuple[int, int]:
+    """(major, minor) of the installed Triton; the newest where there is none and nothing will be compiled."""
+    try:
+        import triton
+    except ImportError:
+        return 99, 0
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def default_config(key: GemmKey) -> GemmConfig:
@@ -43,7 +58,8 @@ def _preferred(key: GemmKey) -> list[GemmConfig]:
     if key.arch == "gfx942":
         return _gfx942(key, {**units, **amd})
     if key.arch == "gfx950":
-        return _wide_lds(key, {**units, **amd}, half_step=64, warps=4)
+        # without direct copies the last step is in registers, of which 4 waves then have too few
+        return _wide_lds(key, {**units, **amd}, half_step=64, warps=4 if triton_version() >= _DIRECT_COPIES else 8)
     if key.arch == "gfx1250":
         return _wide_lds(key, units, half_step=64, warps=8)
     return []
@@ -70,7 +86,9 @@ def _wide_lds(key: GemmKey, units: Options, *, half_step: int, warps: int) -> li
     both_fp4 = key.a.bits == key.b.bits == 4
     step = {"half": half_step, "fp8": 128, "mx": 256 if both_fp4 else 128}[units["units"]]
     if _blocked(key):
-        first = _config(256, 128, 128, units, num_warps=warps, num_stages=2, epilogue_parts=2)
+        first = _config(
+            256, 128, 128, units, num_warps=4 if key.arch == "gfx950" else warps, num_stages=2, epilogue_parts=2
+        )
     else:
         first = _config(
             256, 256, step, units, num_warps=warps, num_stages=2, epilogue_parts=4 if units["units"] == "mx" else 2

@@ -121,7 +121,9 @@ def _tile(
         if UNITS == "mx":
             byte_a = load_mx_scale(a_scale, row_a, k0, a_stored, A, BLOCK_K)
             byte_b = load_mx_scale(b_scale, row_b, k0, b_stored, B, BLOCK_K)
-            acc = tl.dot_scaled(a, byte_a, A.element, b, byte_b, B.element, acc)
+            a_format: tl.constexpr = A.element  # Triton 3.6 takes constexprs only
+            b_format: tl.constexpr = B.element
+            acc = tl.dot_scaled(a, byte_a, a_format, b, byte_b, b_format, acc)
         elif A.scaled_by_block or B.scaled_by_block:
             # loaded before the sums are needed, to hide the latency behind them
             left, right = block_scales(a_scale, b_scale, m0, n0, M, N, k0, a_stored, b_stored, A, B, BLOCK_M, BLOCK_N)

@@ -11,7 +11,8 @@ import torch
 from primus_turbo_plugin.devices import capabilities_of
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.kernels.reference.quantize import quantize
-from primus_turbo_plugin.kernels.triton import gemm_defaults
+from primus_turbo_plugin.kernels.requests import GemmRequest
+from primus_turbo_plugin.kernels.triton import gemm, gemm_defaults
 from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig, refusal, shared_memory_bytes
 from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, OperandKey
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
@@ -206,3 +207,21 @@ def test_keys_tell_apart_what_changes_code_or_choice() -> None:
         "tt",
     ]
     assert str(key(a=KINDS["mxfp4"], bias=True)) == "gemm nt 16384x4096x4096 e2m1(1x32) x bf16 -> bf16 + bias on sm90"
+
+
+def test_gfx950_gets_more_waves_from_a_triton_without_direct_copies(monkeypatch) -> None:
+    for version, waves in (((3, 8), 4), ((3, 6), 8)):
+        monkeypatch.setattr(gemm_defaults, "triton_version", lambda version=version: version)
+        assert gemm_defaults.default_config(key("gfx950")).num_warps == waves
+
+
+def test_a_triton_too_old_for_the_gpu_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gemm, "refusal", lambda device: None)
+    monkeypatch.setattr(gemm, "gpu_of", lambda index: ("gfx1250", 256))
+    request = GemmRequest(device="cuda", a=torch.bfloat16, b=torch.bfloat16, out_dtype=torch.bfloat16)
+    monkeypatch.setattr(gemm, "triton_version", lambda: (3, 8))
+    assert gemm.supports(request) is None
+    monkeypatch.setattr(gemm, "triton_version", lambda: (3, 6))
+    assert gemm.supports(request) == "needs Triton 3.8 on gfx1250, got 3.6"
