@@ -22,6 +22,7 @@ _PROBLEM = (
     "float scale, int left, int right, float softcap, float probability, int first_head, int cp_rank, int cp_size"
 )
 """`attention_launch.Problem`, field by field; a reach of -1 is no limit."""
+_FIELDS = tuple(part.split()[-1] for part in _PROBLEM.split(","))
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *problem: Any) -> Tensor:
@@ -99,8 +100,7 @@ def _new_gradients(
 def _problem(*fields: Any) -> Any:
     from primus_turbo_plugin.kernels.triton.attention_launch import Problem
 
-    names = [part.split()[-1] for part in _PROBLEM.split(",")]
-    values = dict(zip(names, fields))
+    values = dict(zip(_FIELDS, fields))
     for reach in ("left", "right"):
         values[reach] = None if values[reach] < 0 else values[reach]
     return Problem(**values)
