@@ -308,6 +308,30 @@ def test_an_asynchronous_load_to_an_address_far_outside_lds_does_nothing() -> No
         launch(kernel("gfx1250", near, pointers=2, lds=128), 1, [x, y])
 
 
+ASYNC_STORE = """
+    s_load_b64 s[4:5], s[0:1], 0x0
+    v_and_b32 v0, 0x3ff, v0
+    v_lshlrev_b32 v1, 2, v0
+    ds_store_b32 v1, v0
+    s_wait_dscnt 0x0
+    s_wait_kmcnt 0x0
+    global_store_async_from_lds_b32 v1, v1, s[4:5]
+    s_wait_asynccnt 0x0
+    v_add_nc_u32 v2, 1, v0
+    ds_store_b32 v1, v2
+"""
+
+
+def test_lds_that_an_asynchronous_store_still_reads_must_be_left_alone() -> None:
+    out = np.zeros(64, np.int32)
+    report = launch(kernel("gfx1250", ASYNC_STORE, waves=2, lds=256), 1, [out])
+    assert out.tolist() == list(range(64))
+    assert report.unlanded == 0
+    early = ASYNC_STORE.replace("    s_wait_asynccnt 0x0\n", "")
+    with pytest.raises(RaceError, match=r"WAR, in flight,.*ds_store_b32 v1, v2.*global_store_async_from_lds_b32"):
+        launch(kernel("gfx1250", early, waves=2, lds=256), 1, [out])
+
+
 DIRECT = """
     s_load_dwordx4 s[4:7], s[0:1], 0x0
     v_lshlrev_b32 v1, 2, v0

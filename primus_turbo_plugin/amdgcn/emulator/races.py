@@ -3,7 +3,7 @@
 For each granule of LDS the tracker keeps the last writer and the last reader with the number of barriers that wave had
 *signalled* at the time. A later access by another wave is ordered after it only if that wave has *waited* for more
 barriers than that; this covers split barriers (`s_barrier_signal` .. `s_barrier_wait`) too. A transfer in flight counts as
-a write that is never ordered until it lands.
+a write that is never ordered until it lands; a transfer out of LDS as a read that goes on until it is waited for.
 
 Not understood: ordering through LDS memory barrier objects or atomics. LDS atomics are left out of the tracking.
 """
@@ -63,7 +63,8 @@ class RaceTracker:
         self._instructions = instructions
         self._writer, self._reader = (np.full(size, _NOBODY, np.int32) for _ in range(2))
         self._write_mark, self._read_mark = (np.full(size, -1, np.int32) for _ in range(2))
-        self._write_pc, self._read_pc = (np.zeros(size, np.int32) for _ in range(2))
+        self._write_pc, self._read_pc, self._leaving_pc = (np.zeros(size, np.int32) for _ in range(3))
+        self._leaving = np.zeros(size, bool)
         self.signals = np.zeros(len(group_of), np.int32)
         self.waits = np.zeros(len(group_of), np.int32)
         self.found: dict[tuple[str, int, int], Race] = {}
@@ -86,6 +87,9 @@ class RaceTracker:
         late = (mark >= self.waits[who]) & (self._writer[units] != who)
         self._report("RAW", pc, self._write_pc[units], late & ~in_flight)
         self._report("RAW, in flight,", pc, self._write_pc[units], in_flight)
+        self._mark_read(pc, units, who)
+
+    def _mark_read(self, pc: int, units: Ints, who: Ints) -> None:
         shared = (self._read_mark[units] >= self.waits[who]) & (self._reader[units] != who)
         self._reader[units] = np.where(shared, _MANY, who)
         clash = (self._reader[units] != who) & ~shared
@@ -111,6 +115,7 @@ class RaceTracker:
         self._report("WAW, in flight,", pc, self._write_pc[units], other & (late | (self._writer[units] == who)))
         early = (self._read_mark[units] >= self.waits[who]) & (self._reader[units] != who)
         self._report("WAR", pc, self._read_pc[units], early)
+        self._report("WAR, in flight,", pc, self._leaving_pc[units], self._leaving[units])
         self._writer[units] = who
         self._write_mark[units] = _IN_FLIGHT if in_flight else self.signals[who]
         self._write_pc[units] = pc
@@ -122,6 +127,19 @@ class RaceTracker:
             lost: For each unit, whether what is there now is not what its wave stored.
         """
         self._report("WAW", pc, np.full(len(units), pc, np.int32), lost & (self._writer[units] != who))
+
+    def leaving(self, pc: int, units: Ints, who: Ints) -> None:
+        """A transfer out of LDS begins: it may read these units at any time until it has `left`."""
+        self.read(pc, units, who)
+        self._leaving[units] = True
+        self._leaving_pc[units] = pc
+
+    def left(self, units: Ints, who: Ints) -> None:
+        """A transfer out of LDS is over: it was an ordinary read of its wave."""
+        self._leaving[units] = False
+        for pc in np.unique(self._leaving_pc[units]):
+            here = self._leaving_pc[units] == pc
+            self._mark_read(int(pc), units[here], who[here])
 
     def landed(self, units: Ints, who: Ints) -> None:
         """A transfer has landed: from here on it is an ordinary write of its wave."""

@@ -42,11 +42,12 @@ class _Outstanding:
 
 @dataclass(slots=True)
 class _Transfer:
-    """A transfer into LDS that has not landed for the waves in `waiting`."""
+    """A transfer into LDS that has not landed, or one out of LDS that is not over, for the waves in `waiting`."""
 
     ticket: Ints
     waiting: Bools
     land: Callable[[Ints], None]
+    into_lds: bool
 
 
 class WaitCounters:
@@ -101,8 +102,8 @@ class WaitCounters:
                         self._fault(instruction, register, other)
                 others.append(entry)
 
-    def transfer(self, counter: str, land: Callable[[Ints], None]) -> None:
-        """Record a transfer into LDS; `land(wave numbers)` is called at the wait that guarantees it.
+    def transfer(self, counter: str, land: Callable[[Ints], None], into_lds: bool = True) -> None:
+        """Record a transfer into or out of LDS; `land(wave numbers)` is called at the wait that guarantees it.
 
         Outside deferred mode it is called at once.
         """
@@ -110,7 +111,7 @@ class WaitCounters:
             land(self._waves.indices)
             return
         ticket = self.issue(counter)
-        self._transfers[counter].append(_Transfer(ticket, ticket > 0, land))
+        self._transfers[counter].append(_Transfer(ticket, ticket > 0, land, into_lds))
 
     def wait(self, counter: str, limit: int) -> None:
         """The chosen waves stall until at most `limit` operations are outstanding on a counter."""
@@ -150,7 +151,7 @@ class WaitCounters:
     @property
     def unlanded(self) -> int:
         """Transfers into LDS that no wait ever guaranteed, counted per wave."""
-        return sum(int(item.waiting.sum()) for items in self._transfers.values() for item in items)
+        return sum(int(item.waiting.sum()) for items in self._transfers.values() for item in items if item.into_lds)
 
     def _reached(self, entry: _Outstanding) -> Ints:
         return (self._landed if entry.in_order else self._drained)[entry.counter]

@@ -154,6 +154,12 @@ def mutated(name: str, pattern: str, replacement: str) -> None:
     ("name", "pattern", "replacement", "error"),
     [
         ("gfx1250_bf16_experts_fprop", r"s_wait_tensorcnt 0x\w+", "s_nop 0", RaceError),
+        (
+            "gfx1250_bf16_nt",
+            r"s_wait_tensorcnt 0x1\b",
+            "s_wait_tensorcnt 0x2",
+            RaceError,
+        ),  # LDS of a store that goes on
         ("gfx1250_fp16_nt_small", r"s_wait_tensorcnt 0x4", "s_wait_tensorcnt 0x5", RaceError),
         ("gfx1250_bf16_experts_fprop", r"s_wait_dscnt 0x\w+", "s_nop 0", MissingWaitError),
         ("gfx1250_bf16_experts_fprop", r"\ts_barrier_wait.*", "\ts_nop 0", RaceError),

@@ -142,17 +142,23 @@ def _load(machine: Machine, wave: int, tile: TileDescriptor) -> None:
 
 
 def _store(machine: Machine, wave: int, tile: TileDescriptor) -> None:
-    """Write the tile to memory now. Stores ignore padding: the compiler widens the tile instead."""
+    """Write the tile to memory now; the LDS it came from must be left alone until the wait.
+
+    Stores ignore padding: the compiler widens the tile instead.
+    """
     number, memory, inside = tile.coordinates()
     size = tile.element_bytes
     lds = tile.lds_address + number[inside] * size
     machine.lds.check_flat(lds, size, "tensor transfer")
-    if machine.lds.races is not None:
-        units = machine.lds.races.units(np.array([wave]), lds[None], np.ones((1, len(lds)), bool), size)
-        machine.lds.races.read(machine.pc, *units)
     data = machine.lds.group_bytes(wave)[lds[:, None] + np.arange(size)]
     machine.memory.write(tile.global_address + memory[inside] * size, data)
-    machine.waits.count(TENSOR)
+    races = machine.lds.races
+    if races is not None:
+        units, who = races.units(np.array([wave]), lds[None], np.ones((1, len(lds)), bool), size)
+        races.leaving(machine.pc, units, who)
+        machine.waits.transfer(TENSOR, lambda _: races.left(units, who), into_lds=False)
+    else:
+        machine.waits.count(TENSOR)
     if tile.barrier is not None:
         arrive(machine, wave, tile.barrier, 1)
 

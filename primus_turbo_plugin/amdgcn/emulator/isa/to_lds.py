@@ -60,6 +60,23 @@ def land_in_lds(machine: Machine, counter: str, addresses: Ints, data: Bytes, la
     machine.waits.transfer(counter, land)
 
 
+def leave_lds(machine: Machine, counter: str, addresses: Ints, lanes: Bools, width: int) -> None:
+    """A transfer out of LDS: what it reads must be left alone until the wait on its counter."""
+    waves, races = machine.waves, machine.lds.races
+    if races is None:
+        machine.waits.count(counter)
+        return
+    row = np.full(waves.num_waves, -1)
+    row[waves.indices] = np.arange(waves.count)
+    races.leaving(machine.pc, *races.units(waves.indices, addresses, lanes, width))
+
+    def left(who: Ints) -> None:
+        rows = row[who]
+        races.left(*races.units(who, addresses[rows], lanes[rows], width))
+
+    machine.waits.transfer(counter, left, into_lds=False)
+
+
 def _bind_lds_load(instruction: Instruction) -> Execute:
     """LDS[M0 + offset + lane * width] = memory (CDNA)."""
     buffer = instruction.opcode.startswith("buffer_")
@@ -104,7 +121,7 @@ def _bind_async_load(instruction: Instruction) -> Execute:
 
 
 def _bind_async_store(instruction: Instruction) -> Execute:
-    """memory = LDS[address of each lane + offset] (gfx1250); LDS is read at issue."""
+    """memory = LDS[address of each lane + offset] (gfx1250)."""
     address, source, base = instruction.operands
     width = parse_width(instruction.opcode.rsplit("_", 1)[1])
     compute = global_addresses(instruction, address, base, width.bytes)
@@ -112,9 +129,10 @@ def _bind_async_store(instruction: Instruction) -> Execute:
 
     def execute(machine: Machine) -> None:
         addresses, lanes = compute(machine)
-        data = machine.lds.read(machine.pc, address_of(machine, source, offset), width.bytes)
+        places = address_of(machine, source, offset)
+        data = machine.lds.read(machine.pc, places, width.bytes)
         machine.memory.write(addresses[lanes], data[lanes])
-        machine.waits.count(ASYNC)
+        leave_lds(machine, ASYNC, places, lanes, width.bytes)
 
     return execute
 
