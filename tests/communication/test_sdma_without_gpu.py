@@ -1,0 +1,185 @@
+"""The sdma transport's own logic in real CPU processes: streams are threads, peers' memory is mapped, copies are memmove.
+
+What only a GPU can show (a copy engine that moves data, a stream that waits) is in tests/distributed/test_overlap_sdma.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from primus_turbo_plugin.communication.overlap import Overlap, Payload
+from primus_turbo_plugin.communication.transports import peer_memory, sdma
+from primus_turbo_plugin.communication.transports.engines import Engine, spin_until
+from tests.support.distributed import RankInfo, ranks
+
+K = 16
+
+
+class _Stream:
+    """A lane is an engine thread; the caller's stream is its thread."""
+
+    by_handle: dict[int, _Stream] = {}  # noqa: RUF012
+
+    def __init__(self, *_: Any, engine: bool = True, priority: int = 0) -> None:
+        self.engine = Engine("fake stream") if engine else None
+        self.cuda_stream = len(self.by_handle)
+        self.by_handle[self.cuda_stream] = self
+
+    def do(self, action: Any) -> None:
+        if self.engine is None:
+            action()
+        else:
+            self.engine.give("fake", action)
+
+    def wait_event(self, event: _Event) -> None:
+        self.do(event.happened.wait)
+
+    def wait_stream(self, other: _Stream) -> None:
+        event = _Event()
+        event.record(other)
+        self.wait_event(event)
+
+
+class _Event:
+    def __init__(self, **_: Any) -> None:
+        self.happened = threading.Event()
+
+    def record(self, stream: _Stream) -> None:
+        happened = self.happened = threading.Event()
+        stream.do(happened.set)
+
+
+class _Cuda:
+    Stream, Event = _Stream, _Event
+    current = _Stream(engine=False)
+
+    def current_stream(self, device: Any = None) -> _Stream:
+        return self.current
+
+    def synchronize(self, device: Any = None) -> None:
+        pass
+
+
+class _Torch:
+    """torch, with the CPU in a GPU's place."""
+
+    cuda = _Cuda()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def arange(self, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        return torch.arange(*args, **kwargs)
+
+
+class _Api:
+    copy_detail = "memmove"
+
+    def __init__(self) -> None:
+        self.maps: dict[int, tuple[mmap.mmap, str]] = {}
+
+    def _map(self, path: str) -> int:
+        with open(path, "r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 0)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        self.maps[address] = mapped, path
+        return address
+
+    def allocate(self, nbytes: int) -> int:
+        handle, path = tempfile.mkstemp(dir=os.environ.get("FAKE_FOLDER"))
+        os.truncate(handle, nbytes)
+        os.close(handle)
+        return self._map(path)
+
+    def share(self, address: int) -> bytes:
+        return self.maps[address][1].encode()
+
+    def open_shared(self, handle: bytes) -> int:
+        return self._map(handle.decode())
+
+    def close_shared(self, address: int) -> None:
+        del self.maps[address]
+
+    def free(self, address: int) -> None:
+        os.unlink(self.maps.pop(address)[1])
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        _Stream.by_handle[stream].do(lambda: ctypes.memmove(target, source, nbytes))
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        word = ctypes.c_int32.from_address(address)
+        _Stream.by_handle[stream].do(lambda: setattr(word, "value", value))
+
+    def wait_at_least(self, stream: int, address: int, value: int) -> None:
+        word = ctypes.c_int32.from_address(address)
+        _Stream.by_handle[stream].do(lambda: spin_until(lambda: word.value >= value, 20, "a word"))
+
+    def can_wait(self, device: int) -> bool:
+        return True
+
+
+class _Device:
+    type, index = "cuda", 0
+
+
+def _tensor_at(address: int, nbytes: int, device: Any) -> Tensor:
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def _transport(signal_by: Any) -> sdma.SdmaTransport:
+    fake = _Torch()
+    api = _Api()
+    sdma.torch = peer_memory.torch = fake  # type: ignore[attr-defined]
+    sdma.device_api = lambda: api  # type: ignore[assignment]
+    peer_memory.tensor_at = _tensor_at
+    return sdma.SdmaTransport(
+        torch.distributed.group.WORLD,
+        _Device(),  # type: ignore[arg-type]
+        memory="ipc",
+        signal_by=signal_by,
+        probe=False,
+    )
+
+
+@ranks(world_size=[2, 3], timeout_s=60)
+def test_collectives_over_changing_shapes_streams_and_numbers(rank_info: RankInfo, tmp_path: Any) -> None:
+    os.environ["FAKE_FOLDER"] = str(tmp_path)
+    g, size, rank = torch.Generator().manual_seed(rank_info.seed), rank_info.world_size, rank_info.rank
+    for signal_by in ("copy", "write"):
+        transport = _transport(signal_by)
+        assert "IPC memory; waits by stream wait-value" in transport.capabilities.detail
+        overlap = Overlap(transport)
+        for call in range(12):
+            if call == 4:  # beyond the first part of the table of numbers
+                torch.distributed.barrier()
+                overlap._gathers._sequence = overlap._scatters._sequence = (1 << 16) - 2
+            if call == 8:  # the caller goes to another stream
+                _Cuda.current = _Stream(engine=False)
+            overlap.chunks = 1 + call % 3
+            rows = 1 + call * 5 % 7
+            w = torch.randint(-3, 4, (8, K), generator=g).float()
+            xs = [torch.randint(-3, 4, (rows, K), generator=g).float() for _ in range(size)]
+            parts = [torch.randint(-3, 4, (rows * size, K), generator=g).float() for _ in range(size)]
+
+            def multiply(planes: list[Tensor], out: Tensor, add: Tensor | None, w: Tensor = w) -> None:
+                product = planes[0] @ w.t()
+                out.copy_(product if add is None else product + add)
+
+            y = torch.full((rows * size, 8), torch.nan)
+            overlap.gather_gemm(Payload.plain(xs[rank]), multiply, y, K)
+            assert torch.equal(y, torch.cat(xs) @ w.t()), call
+            out = torch.full((rows, 8), torch.nan)
+            overlap.gemm_scatter(Payload.plain(parts[rank]), multiply, out, K, can_add=True)
+            assert torch.equal(out, (sum(parts[1:], parts[0]) @ w.t()).chunk(size)[rank]), call
+            pending = overlap.start_gather(Payload.plain(xs[rank]))
+            (whole,) = pending.wait()
+            assert torch.equal(whole, torch.cat(xs)), call
+            assert torch.equal(overlap.start_scatter(parts[rank]).wait(), sum(parts[1:], parts[0]).chunk(size)[rank])
