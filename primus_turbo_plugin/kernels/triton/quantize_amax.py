@@ -1,9 +1,8 @@
 """Amax of the rows, the columns or the whole of a bf16 tensor, for FP8 scales that span an axis (Triton).
 
 Math      amax = max |x|, as fp32 bits, so that NaN is above Inf above every number
-Layout    x [rows, cols] as words of two columns; a program is ROWS rows by TILES x 128 columns
-Cost      2 bytes an element, one read; a maximum a row of a program and a column of a tile is written and read again, 1/24 byte
-          an element: memory-bound. (Atomic maxima of the columns cost half as much again as the read, one H200, 2026-12.)
+Layout    x [rows, cols] as words of two columns; a program is 128 rows by TILES x 128 columns
+Cost      2 bytes an element, one read; an atomic maximum a row of a program and a column of a tile: memory-bound
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ def amax_words_kernel(
     row_stride16,
     ROW: tl.constexpr, COL: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Maxima of a program, int32: `row_amax [column programs, rows]`, `col_amax [row programs, cols]`; tensorwise: folded into
-    a zeroed `[1]`.
-    """
+    """Folds a program's amax into zeroed int32 `row_amax` and `col_amax`, each `[outer]` or (tensorwise) `[1]`."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     along_rows = tl.zeros((ROWS, WORDS), tl.int32)
     for i in tl.static_range(TILES):
@@ -36,12 +33,12 @@ def amax_words_kernel(
         high = words & 0x7FFF0000
         along_rows = tl.maximum(along_rows, tl.maximum(low, high))
         if COL is not None and COL.block_outer == 1:
-            place = col_amax + tl.program_id(1).to(tl.int64) * (cols8 * 8) + word * 2
-            tl.store(place, tl.max(low, axis=0), mask=word < cols8 * 4)
-            tl.store(place + 1, tl.max(high, axis=0), mask=word < cols8 * 4)
+            inside = word < cols8 * 4
+            tl.atomic_max(col_amax + word * 2, tl.max(low, axis=0), mask=inside, sem="relaxed")
+            tl.atomic_max(col_amax + word * 2 + 1, tl.max(high, axis=0), mask=inside, sem="relaxed")
     amax = tl.max(along_rows, axis=1)
     if ROW is not None and ROW.block_outer == 1:
-        tl.store(row_amax + tl.program_id(0).to(tl.int64) * rows + row, amax, mask=row < rows)
+        tl.atomic_max(row_amax + row, amax, mask=row < rows, sem="relaxed")
     if ROW is not None and ROW.block_outer == 0:
         tl.atomic_max(row_amax, tl.max(amax, axis=0), sem="relaxed")
     if COL is not None and COL.block_outer == 0:

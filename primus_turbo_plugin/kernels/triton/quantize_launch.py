@@ -131,26 +131,18 @@ def num_warps(token_blocks: int, lanes: int) -> int:
 def _whole_axis_amax(
     words: torch.Tensor, row: Copy | None, col: Copy | None, rows: int, cols: int
 ) -> list[torch.Tensor | None]:
-    """Amax bits of the copies whose scale spans an axis, int32 `[outer]` or (tensorwise) `[1]`, by a read of their own."""
-    if not any(copy.meta.needs_amax for copy in (row, col) if copy):
-        return [None, None]
-    from primus_turbo_plugin.kernels.triton.quantize_amax import ROWS, TILES, amax_words_kernel
+    """Amax bits of the copies whose scale spans an axis, by a read of their own."""
+    amax = [copy.amax_buffer() if copy else None for copy in (row, col)]
+    if any(buffer is not None for buffer in amax):
+        from primus_turbo_plugin.kernels.triton.quantize_amax import ROWS, TILES, amax_words_kernel
 
-    grid = (-(-cols // (TILE_COLS * TILES)), -(-rows // ROWS))
-    parts: list[torch.Tensor | None] = []
-    for copy, count in ((row, grid[0]), (col, grid[1])):
-        if copy is None or not copy.meta.needs_amax:
-            parts.append(None)
-        elif copy.meta.block_outer:
-            parts.append(torch.empty(count, copy.shape[0], dtype=torch.int32, device=words.device))
-        else:
-            parts.append(torch.zeros(1, 1, dtype=torch.int32, device=words.device))
-    metas = [copy.meta if copy and copy.meta.needs_amax else None for copy in (row, col)]
-    amax_words_kernel[grid](
-        words, *parts, rows, cols // 8, words.stride(0) // 4,
-        ROW=metas[0], COL=metas[1], ROWS=ROWS, TILES=TILES, num_warps=8,
-    )  # fmt: skip
-    return [None if part is None else part.amax(0) for part in parts]
+        metas = [copy.meta if copy and copy.meta.needs_amax else None for copy in (row, col)]
+        grid = (-(-cols // (TILE_COLS * TILES)), -(-rows // ROWS))
+        amax_words_kernel[grid](
+            words, *amax, rows, cols // 8, words.stride(0) // 4,
+            ROW=metas[0], COL=metas[1], ROWS=ROWS, TILES=TILES, num_warps=8,
+        )  # fmt: skip
+    return amax
 
 
 def _launch_tile(x: torch.Tensor, row: Copy | None, col: Copy | None) -> None:

@@ -54,10 +54,11 @@ def divide(v, divisor, reciprocal):
     """v / divisor, rounded to nearest even, from the correctly rounded reciprocal: one step of Markstein's correction.
 
     Correct for every v of 8 significant bits (a bf16 number), found by trying all 2^30 pairs of significands, as long as no term
-    underflows. The signs keep that of a zero: the residual of -0 is -0.
+    underflows. So written, it keeps the sign of a zero: the residual of -0 is +0, and +0 * -reciprocal + -0 is -0. (Times -1 is a
+    negation; a minus sign is 0 - x to Triton, which turns +0 into +0.)
     """
     quotient = v * reciprocal
-    return tl.fma(-tl.fma(quotient, divisor, -v), reciprocal, quotient)
+    return tl.fma(tl.fma(quotient, divisor, v * -1.0), reciprocal * -1.0, quotient)
 
 
 @triton.jit
