@@ -53,7 +53,7 @@ def test_the_report_counts_what_applies_and_says_when_nothing_was_measured() -> 
     assert tuning_rows(table, device("gfx950")) == [("shipped", "1 heuristic"), ("mine.json", "1 measured")]
     rows = tuning_rows(build_table([]), device("gfx950"))
     assert len(rows) == 1
-    assert "none measured on gfx950" in rows[0][1]
+    assert "none measured for gfx950" in rows[0][1]
     assert "primus-turbo tune" in rows[0][1]
 
 

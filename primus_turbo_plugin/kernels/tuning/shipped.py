@@ -1,7 +1,7 @@
 """The tuned configurations this package ships: `defaults/<arch>.json`, one tuning file an architecture.
 
-`sm90` holds measured entries only. AMD architectures hold heuristics, and say so, until someone measures: no AMD GPU has run this
-code yet.
+`sm90` takes measured entries only. An entry of an AMD architecture that was not measured is a heuristic and says its rule: no AMD
+GPU has run this code yet. The files are empty so far; the defaults of `kernels/triton/gemm_defaults.py` serve.
 """
 
 from __future__ import annotations
