@@ -123,7 +123,9 @@ def tuning_rows(table: TuningTable, device: Device) -> list[tuple[str, str]]:
     counts = table.count(arch)
     rows = [(origin, f"{count} {source}") for (origin, source), count in counts.items()]
     if not any(source == "measured" for _, source in counts):
-        rows.append(("-", f"none measured for {arch}: kernels run the package's defaults; `primus-turbo tune` measures"))
+        rows.append(
+            ("-", f"none measured for {arch}: kernels run the package's defaults; `primus-turbo tune` measures")
+        )
     return rows
 
 
