@@ -59,13 +59,13 @@ def copy_region(q, upper, pieces):
 @gluon.constexpr_function
 def scale_region(q, upper, pieces):
     """After which piece the scales of the q-th piece of the next tile are loaded: early as well, one after each."""
-    return min(q + 2, upper * pieces - 2)
+    return min(q + 3, upper * pieces - 2)
 
 
 @gluon.constexpr_function
-def read_region(q, upper, pieces, last):
-    """After which piece the q-th operand of the next step is read: evenly, or from the first third on where copies come first."""
-    first = upper * pieces // 3 if last else 0
+def read_region(q, upper, pieces, last, P):
+    """After which piece the q-th operand of the next step is read: evenly; a third or quarter later where copies come first."""
+    first = upper * pieces // (3 if is_half(P) else 4) if last else 0
     return first + q * (upper * pieces - first) // (upper + pieces)
 
 
@@ -197,7 +197,7 @@ def _step(
                         P,
                     ),
                 )
-            if not at_end and read_region(q, upper, pieces, last) == r:
+            if not at_end and read_region(q, upper, pieces, last, P) == r:
                 # in the order in which they will be used: a's first piece, those of b, a's others
                 if q == 0:
                     a_next += (read_piece(0, a_tiles[0].index(stage), following, P),)

@@ -22,7 +22,9 @@ if (reason := gemm_gfx950.triton_refusal()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 from primus_turbo_plugin import amdgcn
+from primus_turbo_plugin.amdgcn.emulator.lds import LocalMemory
 from primus_turbo_plugin.amdgcn.faults import EmulationError, OutOfBoundsError, RaceError
+from primus_turbo_plugin.amdgcn.report.loops import hot_loop
 from primus_turbo_plugin.amdgcn.report.mca import run_mca
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_plan import tiles_for
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_targets import isa_targets
@@ -67,6 +69,29 @@ def test_the_simulated_loop_keeps_the_matrix_unit_busy(name: str) -> None:
     report = dataclasses.replace(amdgcn.isa_report(compiled), mca=run_mca(compiled))
     assert TARGETS[name].gate is not None
     assert amdgcn.check_gate(report, TARGETS[name].gate) == []
+
+
+@pytest.mark.parametrize("name", ["gfx950_bf16_nt_small", "gfx950_bf16_experts_wgrad", "gfx950_mxfp4_fp32"])
+def test_operand_reads_of_the_loop_have_no_bank_conflicts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 banks of 4 bytes: what the lanes of one pass (16 of 16 bytes, 32 of 8) read lies in different ones."""
+    compiled = TARGETS[name].compile(ARCH)
+    loop = hot_loop(compiled.program)
+    assert loop is not None
+    in_loop = {id(instruction) for instruction in loop.instructions}
+    worst: dict[int, int] = {}
+    read = LocalMemory.read
+
+    def watched(lds: LocalMemory, pc: int, addresses: np.ndarray, width: int) -> np.ndarray:
+        if id(compiled.program.instructions[pc]) in in_loop:
+            words = np.asarray(addresses)[..., None] // 4 + np.arange(width // 4)
+            passes = (words % 64).reshape(-1, 64)  # 256 bytes a pass
+            worst[width] = max(worst.get(width, 0), *(int(np.bincount(banks).max()) for banks in passes))
+        return read(lds, pc, addresses, width)
+
+    monkeypatch.setattr(LocalMemory, "read", watched)
+    amdgcn.emulate_target(TARGETS[name], ARCH, compiled=compiled)
+    assert worst, "the loop reads operands"
+    assert set(worst.values()) == {1}, worst
 
 
 def run(call: gemm_gfx950.KernelCall) -> torch.Tensor:
