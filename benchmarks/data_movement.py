@@ -69,7 +69,8 @@ def _gfx1250(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor, programs: int, a
 
 def _gfx950(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor, programs: int, ablation: Ablation) -> KernelCall:
     off = gemm_gfx950.Ablation(transpose_load=ablation.transpose_load)
-    return gemm_gfx950.gemm_call(a, b, y, cus=programs, tile=gemm_gfx950_plan.tiles_for("bf16")[0], ablation=off)
+    tile = gemm_gfx950_plan.tiles_for("bf16")[1]  # the largest whose variant without transpose loads does not spill
+    return gemm_gfx950.gemm_call(a, b, y, cus=programs, tile=tile, ablation=off)
 
 
 ARCHS: dict[str, tuple[Calls, tuple[Feature, ...]]] = {
