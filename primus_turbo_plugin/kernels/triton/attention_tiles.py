@@ -49,7 +49,7 @@ _TILES: dict[str, tuple[Tiles, ...]] = {
         Tiles(64, Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)),
         Tiles(128, Tile(64, 64, 4, 3, heads_first=True), Tile(64, 64, 4, 2, heads_first=True), Tile(64, 64, 4, 2)),
         Tiles(192, Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 32, 4, 2)),
-        Tiles(256, Tile(128, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 4, 1)),
+        Tiles(256, Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 4, 1)),
     ),
     "gfx950": (
         Tiles(64, Tile(128, 64, 4, 2), Tile(64, 128, 4, 2), Tile(128, 64, 4, 2)),

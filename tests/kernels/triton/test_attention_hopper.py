@@ -83,6 +83,68 @@ def test_compiles_without_spills(kind: str, problem: str, dim: int, tmp_path: Pa
     assert "serialized" not in result.stderr  # ptxas says so where it cannot let products run on
 
 
+class _HostLanguage:
+    """What the index arithmetic of the kernels uses of the device language, on Python integers."""
+
+    minimum = staticmethod(min)
+    maximum = staticmethod(max)
+
+
+def _on_host(function: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(function.fn.__globals__, "gl", _HostLanguage)
+    return function.fn
+
+
+def test_blocks_and_masks_cover_exactly_what_is_seen(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every visible pair is in a block that is visited; blocks taken without a mask hold only visible pairs; the mask is right.
+
+    Tails, unequal lengths and windows, by the kernels' own index arithmetic, against the definition.
+    """
+    from primus_turbo_plugin.kernels.triton import attention_hopper_dkdv, attention_hopper_fwd
+
+    key_blocks = _on_host(attention_hopper_fwd.key_blocks, monkeypatch)
+    visible = _on_host(attention_hopper_fwd.visible, monkeypatch)
+    query_blocks = _on_host(attention_hopper_dkdv.query_blocks, monkeypatch)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=rng))
+
+    for _ in range(300):
+        q_len, k_len, block = draw(1, 90), draw(1, 90), [8, 16][draw(0, 2)]
+        left, right = draw(-1, 40), draw(-1, 30)
+        reach = (left >= 0, right >= 0)
+        position = k_len - q_len
+        queries, keys = torch.arange(q_len).unsqueeze(1), torch.arange(k_len)
+        ahead = keys - queries - position
+        seen = torch.ones(q_len, k_len, dtype=torch.bool)
+        seen &= (ahead <= right) if reach[1] else seen
+        seen &= (ahead >= -left) if reach[0] else seen
+        mask = visible(queries, keys, k_len, left - position, right + position, *reach)
+        assert torch.equal(mask.expand_as(seen), seen)
+        for first in range(0, q_len, 16):
+            rows = seen[first : first + 16]
+            top, number, right_masked, left_masked = key_blocks(
+                first, len(rows), position, k_len, left, right, *reach, block
+            )
+            visited = range((top - number + 1) * block, (top + 1) * block)
+            assert number >= 1
+            assert not rows[:, : visited.start].any()
+            assert not rows[:, visited.stop :].any()
+            for j in range(right_masked, number - left_masked):
+                columns = slice((top - j) * block, (top - j + 1) * block)
+                assert columns.stop <= k_len
+                assert rows[:, columns].all()
+        for first in range(0, k_len, 16):
+            columns = seen[:, first : first + 16]
+            low, full_low, full_high, high = query_blocks(first, 16, position, q_len, k_len, left, right, *reach, block)
+            assert not columns[: low * block].any()
+            assert not columns[high * block :].any()
+            for index in range(max(low, full_low), min(high, full_high)):
+                assert (index + 1) * block <= q_len
+                assert first + 16 <= k_len
+                assert columns[index * block : (index + 1) * block].all()
+
+
 APPLIES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "plain": ({}, {}, True),
     "window and sinks": ({"left": 5, "sinks": torch.zeros(4)}, {}, True),
