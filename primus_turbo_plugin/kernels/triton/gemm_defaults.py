@@ -20,9 +20,13 @@ _SCRATCH_FLOPS = 2.0e9
 _COMPUTE_UNITS_PER_XCD = {"gfx942": 38, "gfx950": 32}
 _FULL = 0.75
 """Share of the compute units that a tile size should keep busy before a smaller one is taken."""
+_SMALL_TILE = 64 * 64
+_PROGRAMS_PER_UNIT = 2
 _MAX_SHARES = 16
 _MIN_STEPS_OF_A_SHARE = 4
 
+_DEEP_BYTES = 160 << 10
+"""Shared memory in which four steps of 128x128x64 fit: A100's, H100's and B200's."""
 _DIRECT_COPIES = (3, 8)
 """Triton that copies straight into LDS on gfx950 by default: 3.8 and 3.9 do, 3.6 does not, 3.7 was not looked at."""
 
@@ -100,25 +104,27 @@ def _hopper(key: GemmKey, units: Options) -> list[GemmConfig]:
     tma: dict[str, Any] = {"loads": "descriptors", "persistent": True}
     if units["units"] == "fp8":
         parts = {"epilogue_parts": 4 if key.out == "fp32" else 1}
-        return [
-            _config(128, 128, 128, units, num_warps=8, num_stages=4, **parts, **tma),
-            _config(64, 128, 128, units, num_warps=4, num_stages=4, **parts, **tma),
-        ]
+        small = _config(64, 128, 128, units, num_warps=4, num_stages=4, **parts, **tma)
+        if key.a.block == key.b.block == "1x128":  # a scale a row of both: no registers for a larger tile
+            return [replace(small, num_stages=3, persistent=False)]
+        return [_config(128, 128, 128, units, num_warps=8, num_stages=4, **parts, **tma), small]
     parts = {"num_stages": 3, "epilogue_parts": 4} if key.out == "fp32" else {"num_stages": 4, "epilogue_parts": 2}
     return [
         _config(128, 256, 64, units, num_warps=8, **parts, **tma),
+        _config(64, 256, 64, units, num_warps=4, **parts, **tma),
         _config(128, 128, 64, units, num_warps=4, num_stages=3, epilogue_parts=2, **tma),
-        _config(64, 128, 64, units, num_warps=4, num_stages=4, epilogue_parts=2, **tma),
+        _config(64, 128, 64, units, num_warps=4, num_stages=5, **{**tma, "persistent": False}),
         _config(128, 256, 64, units, num_warps=8, num_stages=3, epilogue_parts=2),
     ]
 
 
 def _portable(key: GemmKey) -> list[GemmConfig]:
     """Pointers and small steps: these run everywhere, whatever the alignment."""
-    units = _units(key)
+    units, gpu = _units(key), key.capabilities
     step = 64 if _plain(key) or (units["decode"] == "scratch" and units["units"] == "half") else 128
+    deep = step == 64 and gpu.vendor == "nvidia" and gpu.lds_bytes >= _DEEP_BYTES
     sizes = [(128, 8), (64, 4), (32, 4)] if min(key.rows, key.cols) <= 32 else [(128, 8), (64, 4)]
-    return [_config(size, size, step, units, num_warps=warps, num_stages=2) for size, warps in sizes]
+    return [_config(size, size, step, units, num_warps=warps, num_stages=4 if deep else 2) for size, warps in sizes]
 
 
 def _config(block_m: int, block_n: int, block_k: int, units: Options, **options: Any) -> GemmConfig:
@@ -156,9 +162,11 @@ def _fills(key: GemmKey, config: GemmConfig) -> bool:
 
 
 def _shared(key: GemmKey, config: GemmConfig) -> GemmConfig:
-    """The configuration with the contraction shared among programs where tiles leave most compute units idle."""
-    steps = -(-key.contraction // config.block_k)
-    shares = min(key.compute_units // config.tiles(key), steps // _MIN_STEPS_OF_A_SHARE, _MAX_SHARES)
+    """The configuration with the contraction shared among programs where small tiles leave compute units idle."""
+    tiles, steps = config.tiles(key), -(-key.contraction // config.block_k)
+    if tiles >= key.compute_units or config.block_m * config.block_n > _SMALL_TILE:
+        return config
+    shares = min(_PROGRAMS_PER_UNIT * key.compute_units // tiles, steps // _MIN_STEPS_OF_A_SHARE, _MAX_SHARES)
     shared = replace(config, split_k=max(shares, 1), persistent=False)
     return shared if shares > 1 and refusal(key, shared) is None else config
 
