@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_overlap_changes_no_loss(rank_info: RankInfo, case: str) -> None:
     """The same additions in the same order but for sums over more than two ranks, and GEMMs of fewer rows at a time."""
-    job = Job(sequence_parallel=True, steps=6, seed=rank_info.seed).but(**CASES[case])
+    job = Job(sequence_parallel=True, steps=4, seed=rank_info.seed).but(**CASES[case])
     off = train(job)
     on = train(job.but(turbo={**job.turbo, "communication": ON}))
     bound = 2e-2 if job.bf16 else 1e-5
