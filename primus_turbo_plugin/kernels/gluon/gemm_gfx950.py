@@ -257,8 +257,6 @@ def _plan(a: _Source, b: _Source, tile: Tile, grouped: str, groups: int, accumul
 def _call(a: _Source, b: _Source, y: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor | None,
           tiles: torch.Tensor | None, sizes: tuple[int, int, int], plan: GemmPlan, count: int,
           strides: dict[str, int]) -> KernelCall:  # fmt: skip
-    from primus_turbo_plugin.kernels.gluon.gemm_gfx950_kernel import gemm_gfx950_kernel
-
     _check_output(y)
     for name, tensor, stride in (("a", a.data, a.stride), ("b", b.data, b.stride), ("the output", y, y.stride(-2))):
         if max(plan.BM, plan.BN) * stride * tensor.element_size() > _LARGEST_OFFSET:
@@ -267,6 +265,8 @@ def _call(a: _Source, b: _Source, y: torch.Tensor, bias: torch.Tensor | None, of
                 "backend for this product."
             )
     bias = bias if bias is None else bias.contiguous()
+    from primus_turbo_plugin.kernels.gluon.gemm_gfx950_kernel import gemm_gfx950_kernel
+
     args: dict[str, Any] = {
         "a_ptr": a.data, "a_scale": a.scale, "b_ptr": b.data, "b_scale": b.scale, "bias_ptr": bias, "c_ptr": y,
         "offsets_ptr": offsets, "tiles_ptr": tiles, "M": sizes[0], "N": sizes[1], "K": sizes[2],
