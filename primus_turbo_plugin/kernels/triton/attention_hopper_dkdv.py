@@ -17,12 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from primus_turbo_plugin.kernels.triton.attention_hopper_fwd import ROWS, barriers, tile_2d, visible
+from primus_turbo_plugin.kernels.triton.attention_hopper_fwd import ROWS, barriers, load_tile, tile_2d, visible
 
 
 @gluon.jit
@@ -120,8 +119,8 @@ def _copy(
     BLOCK_M: gl.constexpr = q_ring.shape[2]
     D: gl.constexpr = q_ring.shape[4]
     mbarrier.expect(kv_full, 2 * 2 * ROWS * D * 2)
-    tma.async_copy_global_to_shared(k_desc, [batch, first, group, 0], kv_full, k_tile)
-    tma.async_copy_global_to_shared(v_desc, [batch, first, group, 0], kv_full, v_tile)
+    load_tile(k_desc, [batch, first, group, 0], kv_full, k_tile)
+    load_tile(v_desc, [batch, first, group, 0], kv_full, v_tile)
     each = high - low
     for j in range(each * heads_each):
         slot = j % SLOTS
@@ -130,13 +129,13 @@ def _copy(
         head = first_head + j // each
         mbarrier.wait(q_empty.index(slot), phase)
         mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2)
-        tma.async_copy_global_to_shared(q_desc, [batch, row, head, 0], q_full.index(slot), q_ring.index(slot))
+        load_tile(q_desc, [batch, row, head, 0], q_full.index(slot), q_ring.index(slot))
         mbarrier.wait(g_empty.index(slot), phase)
         full = g_full.index(slot)
         mbarrier.expect(full, BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
-        tma.async_copy_global_to_shared(g_desc, [batch, row, head, 0], full, g_ring.index(slot))
-        tma.async_copy_global_to_shared(lse_desc, [batch * heads + head, row], full, lse_ring.index(slot))
-        tma.async_copy_global_to_shared(delta_desc, [batch * heads + head, row], full, delta_ring.index(slot))
+        load_tile(g_desc, [batch, row, head, 0], full, g_ring.index(slot))
+        load_tile(lse_desc, [batch * heads + head, row], full, lse_ring.index(slot))
+        load_tile(delta_desc, [batch * heads + head, row], full, delta_ring.index(slot))
 
 
 @gluon.jit

@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -23,6 +22,7 @@ from primus_turbo_plugin.kernels.triton.attention_hopper_fwd import (
     ROWS,
     barriers,
     key_blocks,
+    load_tile,
     scores_of,
     tile_2d,
     visible,
@@ -109,10 +109,10 @@ def _copy(
     mbarrier.expect(qg_full, 2 * ROWS * (2 * D + TAIL) * 2)
     for half in gl.static_range(2):
         row = first + half * ROWS
-        tma.async_copy_global_to_shared(q_desc, [batch, row, head, 0], qg_full, q_tiles.index(half))
-        tma.async_copy_global_to_shared(g_desc, [batch, row, head, 0], qg_full, g_tiles.index(half))
+        load_tile(q_desc, [batch, row, head, 0], qg_full, q_tiles.index(half))
+        load_tile(g_desc, [batch, row, head, 0], qg_full, g_tiles.index(half))
         if TAIL > 0:
-            tma.async_copy_global_to_shared(q_tail_desc, [batch, row, head, D], qg_full, q_tails.index(half))
+            load_tile(q_tail_desc, [batch, row, head, D], qg_full, q_tails.index(half))
     for j in range(number):
         slot = j % SLOTS
         phase = ((j // SLOTS) & 1) ^ 1
@@ -120,12 +120,12 @@ def _copy(
         mbarrier.wait(k_empty.index(slot), phase)
         full = k_full.index(slot)
         mbarrier.expect(full, BLOCK_N * (D + TAIL) * 2)
-        tma.async_copy_global_to_shared(k_desc, [batch, first_key, group, 0], full, k_ring.index(slot))
+        load_tile(k_desc, [batch, first_key, group, 0], full, k_ring.index(slot))
         if TAIL > 0:
-            tma.async_copy_global_to_shared(k_tail_desc, [batch, first_key, group, D], full, k_tail_ring.index(slot))
+            load_tile(k_tail_desc, [batch, first_key, group, D], full, k_tail_ring.index(slot))
         mbarrier.wait(v_empty.index(slot), phase)
         mbarrier.expect(v_full.index(slot), BLOCK_N * D * 2)
-        tma.async_copy_global_to_shared(v_desc, [batch, first_key, group, 0], v_full.index(slot), v_ring.index(slot))
+        load_tile(v_desc, [batch, first_key, group, 0], v_full.index(slot), v_ring.index(slot))
 
 
 @gluon.jit

@@ -25,13 +25,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)  # of a warpgroup
+# Triton 3.9 renamed both.
+load_tile = tma.async_load if "async_load" in dir(tma) else tma.async_copy_global_to_shared
+REINTERPRET_IS_PUBLIC = gl.constexpr("reinterpret" in dir(gl.shared_memory_descriptor))
 
 
 @gluon.jit
 def tile_2d(buffer, DTYPE: gl.constexpr, HEIGHT: gl.constexpr, D: gl.constexpr):
     """A `[1, HEIGHT, 1, D]` buffer as a descriptor fills it, seen as `[HEIGHT, D]`."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return buffer._reinterpret(DTYPE, [HEIGHT, D], layout)
+    if REINTERPRET_IS_PUBLIC:
+        tile = buffer.reinterpret(DTYPE, [HEIGHT, D], layout)
+    else:
+        tile = buffer._reinterpret(DTYPE, [HEIGHT, D], layout)
+    return tile
 
 
 @gluon.jit
@@ -219,9 +226,9 @@ def _copy(
     mbarrier.expect(q_full, 2 * ROWS * (D + TAIL) * 2)
     for half in gl.static_range(2):
         row = first + half * ROWS
-        tma.async_copy_global_to_shared(q_desc, [batch, row, head, 0], q_full, q_tiles.index(half))
+        load_tile(q_desc, [batch, row, head, 0], q_full, q_tiles.index(half))
         if TAIL > 0:
-            tma.async_copy_global_to_shared(q_tail_desc, [batch, row, head, D], q_full, q_tails.index(half))
+            load_tile(q_tail_desc, [batch, row, head, D], q_full, q_tails.index(half))
     for j in range(number):
         slot = j % SLOTS
         phase = ((j // SLOTS) & 1) ^ 1
@@ -229,12 +236,12 @@ def _copy(
         mbarrier.wait(k_empty.index(slot), phase)
         full = k_full.index(slot)
         mbarrier.expect(full, BLOCK_N * (D + TAIL) * 2)
-        tma.async_copy_global_to_shared(k_desc, [batch, first_key, group, 0], full, k_ring.index(slot))
+        load_tile(k_desc, [batch, first_key, group, 0], full, k_ring.index(slot))
         if TAIL > 0:
-            tma.async_copy_global_to_shared(k_tail_desc, [batch, first_key, group, D], full, k_tail_ring.index(slot))
+            load_tile(k_tail_desc, [batch, first_key, group, D], full, k_tail_ring.index(slot))
         mbarrier.wait(v_empty.index(slot), phase)
         mbarrier.expect(v_full.index(slot), BLOCK_N * D * 2)
-        tma.async_copy_global_to_shared(v_desc, [batch, first_key, group, 0], v_full.index(slot), v_ring.index(slot))
+        load_tile(v_desc, [batch, first_key, group, 0], v_full.index(slot), v_ring.index(slot))
 
 
 @gluon.jit

@@ -73,7 +73,8 @@ def _target(arch: str, kind: str, make: Callable[[np.random.Generator], launch.L
         options=step.options,
         expected=_expected,
         tolerance=_TOLERANCE,
-        gate=IsaGate(required=_TRANSPOSING_LOADS[arch], forbidden_anywhere=("scratch_.*",)),
+        # Triton 3.9 moves two vector registers to accumulation registers on gfx942; nothing may go to memory.
+        gate=IsaGate(max_spills=2, required=_TRANSPOSING_LOADS[arch], forbidden_anywhere=("scratch_.*",)),
     )
 
 

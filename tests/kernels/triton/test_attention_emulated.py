@@ -103,7 +103,8 @@ def test_nothing_spills_and_transposes_come_with_the_load(kind: str, arch: str) 
     compiled = amdgcn.compile(step.kernel, arch, step.args, step.constants, **step.options)
     report = amdgcn.isa_report(compiled)
     required = (TRANSPOSE_LOADS[arch],) if arch in TRANSPOSE_LOADS else ()
-    gate = amdgcn.IsaGate(required=required, forbidden_anywhere=("scratch_.*",))
+    # Triton 3.9 moves two vector registers to accumulation registers on gfx942; nothing may go to memory.
+    gate = amdgcn.IsaGate(max_spills=2, required=required, forbidden_anywhere=("scratch_.*",))
     assert amdgcn.check_gate(report, gate) == [], amdgcn.render(report)
 
 

@@ -59,7 +59,8 @@ def _ptx(step: Launch) -> str:
         else:
             signature[name] = f"tensordesc<{types[value.base.dtype]}{value.block_shape},{value.layout!r}>"
     source = GluonASTSource(step.kernel, signature, constants, attributes)
-    text: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=step.options).asm["ptx"]
+    options = step.options | {"ptx_version": 86}  # what each release's ptxas for Hopper can read
+    text: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     return text
 
 
