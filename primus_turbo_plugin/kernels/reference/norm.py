@@ -40,7 +40,9 @@ def rms_norm_fwd(x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: 
     inner = _inner_dtype(x, weight)
     x_inner = x.to(inner)
     total = tree_sum(x_inner.square(), -1)
-    mean_square = total / total.new_full((), x.shape[-1])  # torch multiplies by the reciprocal of a plain number on GPUs
+    mean_square = total / total.new_full(
+        (), x.shape[-1]
+    )  # torch multiplies by the reciprocal of a plain number on GPUs
     # torch's fp32 square root on CPUs is not always the nearest number; a float64 one rounded to fp32 is.
     rstd = 1.0 / torch.sqrt((mean_square + eps).double()).to(inner)
     y = x_inner * rstd.unsqueeze(-1) * _gamma(weight, zero_centered_gamma, inner)
