@@ -116,7 +116,7 @@ def test_equals_megatrons_own_module(rank_info: RankInfo, bf16: bool) -> None:
 def test_dropout_is_drawn_under_a_seed_of_the_tensor_parallel_generator(
     rank_info: RankInfo, sequence_parallel: bool
 ) -> None:
-    """Also under sequence parallelism: ranks hold different heads, so they must not draw alike."""
+    """Under sequence parallelism the transformer block has entered that generator, and the module draws from what is current."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
     start_megatron()
@@ -125,8 +125,9 @@ def test_dropout_is_drawn_under_a_seed_of_the_tensor_parallel_generator(
     module = _turbo(config)
     qkv = _qkv(config)
     got = _run(module, qkv, None, seed=5)
+    torch.manual_seed(5)
     model_parallel_cuda_manual_seed(5, force_reset_rng=True)
-    with get_cuda_rng_tracker().fork():
+    with nullcontext() if sequence_parallel else get_cuda_rng_tracker().fork():
         seed = int(torch.randint(2**62, (1,)))
     copies = [x.detach().double().requires_grad_() for x in qkv]
     want, _ = attention_float64(
