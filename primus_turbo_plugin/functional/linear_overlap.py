@@ -211,6 +211,7 @@ def _own(call: LinearCall, copy: Operand) -> Operand:
 
 def _payload(operand: Operand) -> Payload:
     if isinstance(operand, QuantizedTensor):
+        operand = operand.plain()  # rows of another layout of scales cannot be cut where chunks and owners are
         planes = (operand.data.contiguous(), operand.block_scale.contiguous())
         return Payload(planes, (1, _per_row(operand)), operand.shape[0])
     return Payload.plain(operand)

@@ -81,6 +81,23 @@ def test_overlapped_linears_give_the_bits_of_the_others(rank_info: RankInfo, tra
     assert ("dgrad", "a copy of dy is made of all tokens, so dy is gathered first") in notes
 
 
+@ranks(world_size=2)
+def test_scales_that_lie_as_gfx950_reads_them_give_the_same_bits(rank_info: RankInfo) -> None:
+    """Rows of such scales cannot be cut where chunks and owners are: 80 tokens a rank are no multiple of 32."""
+    g, overlap = torch.Generator().manual_seed(rank_info.seed), _overlap()
+    for recipe in ("mxfp4", "mxfp8"):
+        for mode in ("column", "row"):
+            x, w, dy = _shards(mode, rank_info, g, 80, torch.bfloat16)
+            parallel = TensorParallel(mode=mode, group=torch.distributed.group.WORLD, sequence_parallel=True)
+            call = make_call(plan(recipe), torch.bfloat16, parallel=parallel)
+            plain = _run(x, w, dy, call)
+            kernels = dataclasses.replace(call.kernels, scale_layouts=dict.fromkeys(("x", "w", "dy"), "gfx950"))
+            use = OverlapUse(overlap=overlap, scatter_dgrad=True)
+            ours = _run(x, w, dy, dataclasses.replace(call, kernels=kernels, overlap=use))
+            for name, value in plain.items():
+                assert torch.equal(ours[name], value), (recipe, mode, name)
+
+
 @ranks(world_size=[2, 3])
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_a_ring_gives_the_same_where_sums_are_exact(rank_info: RankInfo, transport: str) -> None:
