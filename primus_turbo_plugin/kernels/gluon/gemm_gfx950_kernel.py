@@ -283,7 +283,7 @@ def gemm_gfx950_kernel(
         bias_ptr: `[N]`, a group's at `g * N`, or None.
         c_ptr: `[M, N]`, `stride_c` apart; of group g at `g * stride_cg`.
         offsets_ptr: `[groups + 1]` int32 or int64, or None.
-        tiles_ptr: `gemm_gfx1250.row_tiles`, for `P.GROUPED == "rows"`.
+        tiles_ptr: `grouping.row_tiles`, for `P.GROUPED == "rows"`.
         M, N, K: Rows, columns, cells of the contraction.
         P: `gemm_gfx950_plan.GemmPlan`.
     """

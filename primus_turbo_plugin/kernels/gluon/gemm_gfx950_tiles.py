@@ -106,8 +106,8 @@ def row_offsets(index: gl.constexpr, piece: gl.constexpr, left, stride, P: gl.co
     if k_inner:
         row = gl.minimum(row, left - 1)
         offset = gl.expand_dims(row, 1 - index) * stride + gl.expand_dims(k, index)
-    else:  # whole vectors of rows: `left` is a multiple of the vector
-        start = gl.minimum(row // vector, left // vector - 1) * vector
+    else:  # whole vectors of rows: they are stored whole, with zeros past `left`
+        start = gl.minimum(row // vector, gl.cdiv(left, vector) - 1) * vector
         offset = gl.expand_dims(k, index) * stride + gl.expand_dims(start + row % vector, 1 - index)
     contiguous: gl.constexpr = index if not k_inner else 1 - index
     run: gl.constexpr = [vector, 1] if contiguous == 0 else [1, vector]

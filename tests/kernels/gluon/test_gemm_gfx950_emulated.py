@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import re
 
 import numpy as np
@@ -119,6 +120,19 @@ def test_one_operand_along_k_the_other_along_its_rows_and_a_depth_that_is_no_tra
     y = torch.full((40, 72), float("nan"))
     run(gemm_gfx950.gemm_call(a, b, y, cus=4, tile=SMALL))
     np.testing.assert_allclose(y.double(), values(a) @ values(b).T, atol=2.0**-12, rtol=0)
+
+
+@pytest.mark.parametrize("sizes", [(100, 7), (9, 130)], ids=str)
+def test_wgrad_of_experts_whose_rows_are_no_whole_transfers(
+    sizes: tuple[int, int], numbers: np.random.Generator
+) -> None:
+    """Operands contiguous along their rows are read by whole vectors, the last of which reaches past the rows."""
+    offsets = torch.tensor([0, 70, 70, 169, 170])
+    a, b = (plain(numbers, rows, 170, False) for rows in sizes)
+    out = torch.full((4, *sizes), float("nan"))
+    run(gemm_gfx950.depth_call(a, b, offsets, out, accumulate=False, cus=1, tile=SMALL))
+    want = np.stack([values(a)[:, s:e] @ values(b)[:, s:e].T for s, e in itertools.pairwise(offsets.tolist())])
+    np.testing.assert_allclose(out.double(), want, atol=2.0**-12, rtol=0)
 
 
 def test_every_tile_of_many_is_computed_once(numbers: np.random.Generator) -> None:
