@@ -20,7 +20,7 @@ DISTRIBUTION = "primus-turbo-plugin"
 COMPONENTS: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     "torch": (("torch",), "everything", "pip install torch (ROCm builds: https://pytorch.org/get-started)"),
     "triton": (
-        ("triton", "pytorch-triton-rocm", "pytorch-triton"),
+        ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton"),
         "GPU kernels",
         "it comes with the CUDA and ROCm builds of torch",
     ),

@@ -9,8 +9,6 @@ Plain operands may be contiguous along either axis, which covers NT, NN and TN. 
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -18,6 +16,7 @@ import torch
 
 from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt, common_length
+from primus_turbo_plugin.kernels.gluon import triton_release
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import GemmPlan, Tile, complete
 from primus_turbo_plugin.kernels.gluon.grouping import check_offsets, row_tiles
 from primus_turbo_plugin.kernels.requests import GemmRequest
@@ -47,12 +46,7 @@ class Ablation:
 
 def triton_refusal() -> str | None:
     """Why the installed Triton cannot compile these kernels, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "needs the triton package, which is not installed; it comes with torch's GPU builds"
-    version = importlib.metadata.version("triton")
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
-        return f"needs Triton {'.'.join(map(str, OLDEST_TRITON))} or later for gfx1250's tensor data mover, found {version}"
-    return None
+    return triton_release.refusal(OLDEST_TRITON, "gfx1250's tensor data mover")
 
 
 def supports(request: GemmRequest) -> str | None:

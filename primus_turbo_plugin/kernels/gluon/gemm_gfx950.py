@@ -9,8 +9,6 @@ Plain operands may be contiguous along either axis, which covers NT, NN and TN. 
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -18,6 +16,7 @@ import torch
 
 from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt, common_length
+from primus_turbo_plugin.kernels.gluon import triton_release
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_plan import ELEMENT_BITS, HALVES, GemmPlan, Tile, choose_tile
 from primus_turbo_plugin.kernels.gluon.grouping import check_offsets, row_tiles
 from primus_turbo_plugin.kernels.requests import GemmRequest
@@ -51,14 +50,7 @@ class Ablation:
 
 def triton_refusal() -> str | None:
     """Why the installed Triton cannot compile these kernels, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "needs the triton package, which is not installed; it comes with torch's GPU builds"
-    version = importlib.metadata.version("triton")
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
-        return (
-            f"needs Triton {'.'.join(map(str, OLDEST_TRITON))} or later for gfx950's layouts in Gluon, found {version}"
-        )
-    return None
+    return triton_release.refusal(OLDEST_TRITON, "gfx950's layouts in Gluon")
 
 
 def supports(request: GemmRequest) -> str | None:
@@ -325,6 +317,8 @@ def grouped_call(
             f"grouped_gemm_nt: a must be [T, K] and b [groups, N, K] of the same kind, quantised [groups * N, K], with {groups} "
             f"groups; got a {list(a.shape)}, b {list(b.shape)} and {cols} columns."
         )
+    if a.shape[1] == 0:
+        raise ShapeError("grouped_gemm_nt: the contraction is empty (K is 0), there is nothing to multiply.")
     if not left.k_inner:
         left = _plain_source(_padded(a)) if isinstance(a, torch.Tensor) else left
     if not right.k_inner and a.shape[1] % 8 and isinstance(b, torch.Tensor):

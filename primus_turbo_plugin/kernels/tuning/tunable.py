@@ -61,7 +61,7 @@ def release_of(distribution: str) -> str:
 
 def triton_release() -> str:
     """Release of Triton, by whatever name this build of torch has it."""
-    found = (release_of(name) for name in ("triton", "pytorch-triton-rocm", "pytorch-triton"))
+    found = (release_of(name) for name in ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton"))
     return next((release for release in found if release != NOT_INSTALLED), NOT_INSTALLED)
 
 

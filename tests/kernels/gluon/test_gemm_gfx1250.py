@@ -8,6 +8,7 @@ import torch
 
 from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.kernels.gluon import gemm_gfx1250 as gemm
+from primus_turbo_plugin.kernels.gluon import triton_release
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import (
     LDS_BYTES,
     SCRATCH_BYTES,
@@ -62,8 +63,8 @@ def test_what_is_refused_says_why(a: object, b: object, reason: str, new_triton:
 
 @pytest.mark.parametrize(("version", "served"), [("3.6.0", False), ("3.7.1", False), ("3.8.0", True), ("3.10.0", True)])
 def test_an_old_triton_is_refused_with_its_version(version: str, served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(gemm.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(triton_release.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(triton_release.importlib.metadata, "version", lambda name: version)
     refusal = gemm.triton_refusal()
     assert (refusal is None) == served
     assert served or version in str(refusal)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 
 from primus_turbo_plugin.errors import ShapeError, UnsupportedError
-from primus_turbo_plugin.kernels.gluon import gemm, gemm_gfx950
+from primus_turbo_plugin.kernels.gluon import gemm, gemm_gfx950, gemm_gfx1250, triton_release
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_plan import choose_tile, tiles_for
 from primus_turbo_plugin.kernels.registry import default_registry
 from primus_turbo_plugin.kernels.requests import GemmRequest
@@ -67,13 +70,30 @@ def test_other_devices_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("installed", "refused"), [("3.7.1", True), ("3.8.0", False), ("3.10.0+rocm", False)])
 def test_an_older_triton_is_refused(installed: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_gfx950.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(gemm_gfx950.importlib.metadata, "version", lambda name: installed)
+    monkeypatch.setattr(triton_release.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(triton_release.importlib.metadata, "version", lambda name: installed)
     reason = gemm_gfx950.triton_refusal()
     assert (reason is not None) == refused
     if reason is not None:
         assert "3.8" in reason
         assert installed in reason
+
+
+@pytest.mark.parametrize("name", ["triton-rocm", "pytorch-triton-rocm", None])
+def test_torchs_rocm_builds_package_triton_under_other_names(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module says its version itself where the package has yet another name."""
+
+    def version(asked: str) -> str:
+        if asked != name:
+            raise triton_release.importlib.metadata.PackageNotFoundError(asked)
+        return "3.6.0"
+
+    monkeypatch.setattr(triton_release.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(triton_release.importlib.metadata, "version", version)
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.6.0"))
+    for kernels in (gemm_gfx950, gemm_gfx1250):
+        assert "or later" in str(kernels.triton_refusal())
+        assert "found 3.6.0" in str(kernels.triton_refusal())
 
 
 @pytest.mark.usefixtures("on_gfx950")
@@ -112,6 +132,8 @@ def test_offsets_and_outputs_are_checked() -> None:
     offsets = torch.tensor([0, 4, 8])
     with pytest.raises(ShapeError, match="with 2 groups"):
         gemm_gfx950.grouped_call(a, b[:1], offsets, y, cus=1)
+    with pytest.raises(ShapeError, match="K is 0"):
+        gemm_gfx950.grouped_call(a[:, :0], b[..., :0], offsets, y, cus=1)
     out = torch.zeros(2, 8, 8, dtype=torch.bfloat16)
     with pytest.raises(ShapeError, match="float32 to accumulate"):
         gemm_gfx950.depth_call(a.t()[:8], a.t()[:8], offsets, out, accumulate=True, cus=1)
