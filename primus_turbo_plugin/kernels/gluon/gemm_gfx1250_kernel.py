@@ -339,7 +339,8 @@ def _store_tile(acc, C, place, N, a_scale, b_scale, bias_ptr, stride_sa, stride_
         base += group * stride_cg
     out = tdm.make_tensor_descriptor(c_ptr + base, [rows, N], [stride_c, 1], [P.SLAB, P.BN], staging.layout)
     if P.ROW_SCALE:
-        column_scale = _vector(b_scale, n, group * N, N, stride_sb, P.BN, gl.SliceLayout(0, result))
+        before = 0 if P.GROUPED == "depth" else group * N  # there all groups have the same rows of b
+        column_scale = _vector(b_scale, n, before, N, stride_sb, P.BN, gl.SliceLayout(0, result))
     if bias_ptr is not None:
         bias = _vector(bias_ptr, n, group * N, N, 1, P.BN, gl.SliceLayout(0, result))
     for i in gl.static_range(len(acc)):

@@ -6,6 +6,7 @@ Nothing here was measured or has run on hardware. The mutants show that a missin
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import numpy as np
@@ -106,6 +107,16 @@ def test_odd_sizes(sizes: tuple[int, int, int], k_inner: tuple[bool, bool], numb
     y = torch.full((rows, cols), float("nan"))
     run(gemm_gfx1250.gemm_call(a, b, y, programs=4, tile=SMALL))
     np.testing.assert_allclose(y.double(), values(a) @ values(b).T, atol=2.0**-18 * depth, rtol=0)
+
+
+def test_wgrad_of_experts_in_fp8_scales_every_expert_alike(numbers: np.random.Generator) -> None:
+    """Row scales belong to rows of a and b, which all experts share."""
+    spec, offsets = QuantSpec(format="fp8", block="rowwise"), torch.tensor([0, 96, 96, 159, 160])
+    a, b = quantized(numbers, 40, 160, spec), quantized(numbers, 48, 160, spec)
+    out = torch.full((4, 40, 48), float("nan"))
+    run(gemm_gfx1250.depth_call(a, b, offsets, out, accumulate=False, programs=2, tile=tiles_for("e4m3", "e4m3")[-1]))
+    want = np.stack([values(a)[:, s:e] @ values(b)[:, s:e].T for s, e in itertools.pairwise(offsets.tolist())])
+    np.testing.assert_allclose(out.double(), want, atol=2.0**-18 * np.abs(want).max(), rtol=0)
 
 
 def test_views_into_larger_tensors_and_outputs_with_a_pitch(numbers: np.random.Generator) -> None:
