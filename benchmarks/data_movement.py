@@ -158,7 +158,7 @@ def static_rows(arch: str) -> Iterator[StaticRow]:
                 yield StaticRow(
                     arch=arch, feature=feature.name, layout=layout, variant=variant, instructions=loop.instructions,
                     matrix=loop.matrix, vector=loop.vector, scalar=loop.scalar, tensor_transfers=loop.tensor_transfers,
-                    barriers=sum(count for name, count in mix.items() if name.startswith(("s_barrier_wait", "s_barrier "))),
+                    barriers=sum(count for name, count in mix.items() if name in ("s_barrier", "s_barrier_wait")),
                     copies=sum(count for name, count in mix.items() if name.startswith(("global_load", "buffer_load"))),
                     lds_instructions=sum(count for name, count in mix.items() if name.startswith("ds_")),
                     mma_clocks=loop.mma_clocks, lds_clocks=loop.lds_clocks, valu_clocks=loop.valu_clocks, vgprs=report.vgprs,

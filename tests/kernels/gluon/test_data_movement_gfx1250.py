@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("triton", reason="compiling needs triton, which is not installed")
 
 from benchmarks import data_movement
-from primus_turbo_plugin.kernels.gluon import gemm_gfx1250
+from primus_turbo_plugin.kernels.gluon import gemm_gfx950, gemm_gfx950_plan, gemm_gfx1250
+from primus_turbo_plugin.kernels.gluon.gemm_gfx1250 import Ablation
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import tiles_for
 
 if (reason := gemm_gfx1250.triton_refusal()) is not None:
@@ -52,6 +53,16 @@ def test_static_rows_show_what_replaces_the_feature(
     assert without_tdm["lds_clocks"] > with_tdm["lds_clocks"]
     assert without_transpose["lds_instructions"] > 2 * with_transpose["lds_instructions"]
     assert without_transpose["barriers"] > with_transpose["barriers"]
+
+
+def test_static_rows_of_gfx950_count_its_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(a, b, y, programs, ablation):
+        return gemm_gfx950.gemm_call(a, b, y, cus=programs, tile=gemm_gfx950_plan.tiles_for("bf16")[-1])
+
+    feature = dataclasses.replace(data_movement.TRANSPOSE_LOAD, layouts=(("NN", True, False),), off=Ablation())
+    monkeypatch.setattr(data_movement, "ARCHS", {"gfx950": (call, (feature,))})
+    monkeypatch.setattr(data_movement, "_STATIC_SIZE", 512)
+    assert [row.barriers for row in data_movement.static_rows("gfx950")] == [2, 2], "one a tile, two tiles an iteration"
 
 
 def test_without_such_a_gpu_it_says_so_and_what_to_do(
