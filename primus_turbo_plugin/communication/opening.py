@@ -43,14 +43,20 @@ def overlap_of(group: Group, device: torch.device, chosen: Communication) -> Ove
         chosen: Transport, chunks, smallest GEMM.
 
     Raises:
-        UnsupportedError: The transport asked for cannot be had.
+        UnsupportedError: The transport or the limit asked for cannot be had.
     """
     key = (id(group), device, chosen.transport, chosen.min_gemm_ms, chosen.chunks, chosen.ring)
     if key not in _OPEN:
+        costs = costs_of(device)
+        if costs is None and chosen.min_gemm_ms:
+            raise UnsupportedError(
+                f"communication.min_gemm_ms: {chosen.min_gemm_ms:g} needs measured costs of the device to tell how long a GEMM "
+                f"will take, and there are none for this {device.type} device. Leave it out, or name layers in except_for."
+            )
         transport, refused = _open(group, device, chosen.transport)
         overlap = Overlap(
             transport,
-            costs=costs_of(device),
+            costs=costs,
             min_gemm_ms=chosen.min_gemm_ms,
             chunks=chosen.chunks,
             ring=chosen.ring,
@@ -84,8 +90,7 @@ def describe(overlap: Overlap, refused: str | None) -> list[str]:
 
 def _limits(overlap: Overlap, costs: Costs | None) -> str:
     if costs is None:
-        how = "every GEMM" if not overlap.min_gemm_ms else f"GEMMs from {overlap.min_gemm_ms:g} ms on"
-        return f"overlapped: {how}, in {overlap.chunks or 1} chunk(s); no costs have been measured for this device"
+        return f"overlapped: every GEMM, in {overlap.chunks or 1} chunk(s); no costs have been measured for this device"
     chunks = f"{overlap.chunks} chunk(s)" if overlap.chunks else "as many chunks as measured costs say"
     return f"overlapped: GEMMs expected to take {overlap.min_gemm_ms:g} ms or more, in {chunks} ({costs.source})"
 

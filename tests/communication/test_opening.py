@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +79,29 @@ def test_a_full_shared_memory_is_refused_before_it_kills_the_process(rank_info: 
     transport = SharedMemoryTransport(torch.distributed.group.WORLD, CPU)
     with pytest.raises(UnsupportedError, match=r"9,\d{3},.* bytes in .* cannot be had .*--shm-size"):
         transport.allocate(9 * 10**15)
+
+
+@ranks(world_size=2, timeout_s=30)
+def test_memory_that_one_rank_cannot_map_is_refused_on_all_and_no_file_stays(
+    rank_info: RankInfo, tmp_path: Path
+) -> None:
+    """As in two containers of one host name, where the other's file is not there."""
+    shared_memory._FOLDER = str(tmp_path)
+    transport = SharedMemoryTransport(torch.distributed.group.WORLD, CPU)
+    if rank_info.rank == 1:
+        shared_memory._map = lambda path, nbytes: os.stat(f"{path}-elsewhere")  # type: ignore[assignment, return-value]
+    with pytest.raises(UnsupportedError, match=r"rank 1 cannot map another rank's memory .*No such file"):
+        transport.allocate(4096)
+    torch.distributed.barrier()
+    assert not list(tmp_path.iterdir())
+
+
+@ranks(world_size=1)
+def test_a_limit_in_ms_needs_measured_costs(rank_info: RankInfo) -> None:
+    with pytest.raises(UnsupportedError, match=r"min_gemm_ms: 0.25 needs measured costs .*none for this cpu device"):
+        _opened(Communication(min_gemm_ms=0.25))
+    overlap, _ = _opened(Communication(min_gemm_ms=0.0))
+    assert overlap.too_small(1, 1, 1) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")

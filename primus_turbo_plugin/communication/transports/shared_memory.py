@@ -84,19 +84,32 @@ class SharedMemoryTransport(Transport):
             own = self._create(flag_bytes + nbytes)
         except UnsupportedError as error:
             failure = str(error)
-        told: list[tuple[str, str]] = [("", "")] * self.world_size
-        dist.all_gather_object(told, (own, failure), group=self.group)
-        files, failures = zip(*told)
-        if any(failures):  # on every rank, so that none waits for the others
+        try:
+            files = self._agreed(own, failure)
+            maps, failure = [], ""
+            try:
+                maps = [torch.frombuffer(_map(file, flag_bytes + nbytes), dtype=torch.uint8) for file in files]
+            except OSError as error:  # containers of one name, each with a folder of its own
+                failure = (
+                    f"transport shared_memory: rank {self.rank} cannot map another rank's memory in {_FOLDER} "
+                    f"({error.strerror}). Let all ranks share that folder, or set 'transport: process_group'."
+                )
+            self._agreed("", failure)  # everyone has mapped everything
+        finally:  # also where another rank has died meanwhile
             if own:
                 os.unlink(own)
-            raise UnsupportedError(next(filter(None, failures)))
-        maps = [torch.frombuffer(_map(file, flag_bytes + nbytes), dtype=torch.uint8) for file in files]
-        dist.barrier(group=self.group)  # everyone has mapped everything
-        os.unlink(own)
         data = [m[flag_bytes:] for m in maps]
         flags = [m[:flag_bytes].view(torch.int64) for m in maps]
         return SharedArena(mine=data[self.rank], nbytes=nbytes, data=data, flags=flags)
+
+    def _agreed(self, own: str, failure: str) -> list[str]:
+        """What every rank has to say; a failure of one is raised on all, so that none waits for it."""
+        told: list[tuple[str, str]] = [("", "")] * self.world_size
+        dist.all_gather_object(told, (own, failure), group=self.group)
+        failures = [text for _, text in told if text]
+        if failures:
+            raise UnsupportedError(failures[0])
+        return [file for file, _ in told]
 
     def _create(self, nbytes: int) -> str:
         """A file of zeros; reserved now, since a full /dev/shm would kill the process at its first write."""
