@@ -113,7 +113,7 @@ def override(sizes: ModelSizes | None, **given: int | bool | None) -> ModelSizes
     """Sizes with single ones replaced; None leaves one as it is. Without a base, all but `head_dim` and `groups` are required.
 
     Raises:
-        ConfigError: A size is missing.
+        ConfigError: A size is missing, or does not divide.
     """
     values = {name: value for name, value in given.items() if value is not None}
     if sizes is not None:
@@ -122,7 +122,11 @@ def override(sizes: ModelSizes | None, **given: int | bool | None) -> ModelSizes
     if missing:
         raise ConfigError(f"model sizes: give --model, or {', '.join('--' + name for name in missing)} as well.")
     values.setdefault("groups", values["heads"])
-    values.setdefault("head_dim", values["hidden"] // values["heads"])
+    if "head_dim" not in values:
+        hidden, heads = values["hidden"], values["heads"]
+        if heads < 1 or hidden % heads:
+            raise ConfigError(f"model sizes: a width of {hidden} does not divide into {heads} heads. Give --head-dim.")
+        values["head_dim"] = hidden // heads
     values.setdefault("num_layers", 1)
     return ModelSizes(**values)  # type: ignore[arg-type]
 

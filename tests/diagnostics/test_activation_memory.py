@@ -184,6 +184,14 @@ def test_memory_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert "must divide" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("hidden", "heads"), [("64", "0"), ("65", "4")])
+def test_a_width_that_heads_do_not_divide_is_refused(
+    hidden: str, heads: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["memory", "--hidden", hidden, "--ffn", "96", "--heads", heads]) == 1
+    assert f"a width of {hidden} does not divide into {heads} heads. Give --head-dim." in capsys.readouterr().err
+
+
 def test_a_storage_is_counted_once_and_a_view_keeps_all_of_it() -> None:
     class Double(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         ConfigError: What is asked for is wrong.
         UnsupportedError: There is no GPU to time on.
     """
+    _check(args)
     resolved = resolve(args, environ)
     table = tuning_table(resolved.config.tuning_file)
     device = detect()
@@ -103,10 +104,22 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     reason = cannot_time(device)
     if reason is not None:
         raise UnsupportedError(f"tune: {reason}. --dry-run lists candidates without one.")
-    if args.jobs < 0:
-        raise ConfigError(f"--jobs must be 0 or more, got {args.jobs}.")
     with Workers(args.jobs, launch_gemm, args.compile_limit) as workers:
         return _Run(args, device, workers).tune(tasks)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Numbers and names that no run could use, before anything is read or timed."""
+    from primus_turbo_plugin.kernels.registry import default_registry
+
+    for name, least in (("jobs", 0), ("compute_units", 1), ("max_candidates", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}.")
+    if not args.compile_limit > 0:
+        raise ConfigError(f"--compile-limit: seconds, more than 0; got {args.compile_limit:g}.")
+    for name in _list(args.backends or ""):
+        check_choice("--backends", name, default_registry().names("gemm_nt"))
 
 
 def cannot_time(device: Device) -> str | None:
@@ -126,8 +139,10 @@ def tasks_of(args: argparse.Namespace, config: TurboConfig) -> list[GemmTask]:
         ConfigError: A name, size or combination is wrong.
     """
     if args.shapes:
-        if args.model or args.precisions:
-            raise ConfigError("--shapes: products as they are written; leave --model and --precisions out.")
+        for name in ("model", "precisions", "hidden", "ffn", "heads", "groups", "head_dim"):
+            if getattr(args, name):
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"--shapes: products as they are written; leave {option} out.")
         layouts = [check_choice("--layouts", name, LAYOUTS) for name in _list(args.layouts)]
         return list(shape_tasks(args.shapes, _list(args.formats), layouts, accumulate=args.accumulate))  # type: ignore[arg-type]
     sizes = sizes_of_arguments(args)

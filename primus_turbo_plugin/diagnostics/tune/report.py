@@ -33,9 +33,9 @@ def short(config: Any) -> str:
 def entry_of(
     tunable: Tunable[Any, Any], key: Any, outcome: Outcome[Any], device: str, backends: Mapping[str, float]
 ) -> Entry | None:
-    """What goes into the file; None where nothing won or the default was not timed."""
+    """What goes into the file; None where nothing won. A default that failed has no time and is among the failures."""
     winner, default = outcome.winner, outcome.default.sample
-    if winner is None or winner.sample is None or default is None:
+    if winner is None or winner.sample is None:
         return None
     return Entry(
         op=tunable.op,
@@ -45,7 +45,7 @@ def entry_of(
         source="measured",
         device=device,
         us=round(winner.sample.us, 2),
-        default_us=round(default.us, 2),
+        default_us=None if default is None else round(default.us, 2),
         date=datetime.date.today().isoformat(),
         candidates=len(outcome.trials),
         failures=tuple(Failure(config=encode(trial.config), reason=trial.reason) for trial in outcome.failed),
@@ -145,6 +145,8 @@ def table_lines(tuning: TuningTable, arch: str) -> list[str]:
         times = "-"
         if entry.us and entry.default_us:
             times = f"{entry.us:.1f} us, default {entry.default_us:.1f} us ({entry.default_us / entry.us:.2f}x)"
+        elif entry.us:
+            times = f"{entry.us:.1f} us, default failed"
         others = [f"{name} {us:.1f} us" for name, us in entry.backends.items() if name != "triton"]
         failed = f"{len(entry.failures)} of {entry.candidates} failed" if entry.failures else ""
         said = "; ".join(part for part in (entry.device, entry.date, *others, failed, entry.note) if part)

@@ -56,7 +56,7 @@ class Entry:
         source: `measured` on a GPU, or `heuristic`: chosen by a rule and never timed.
         device: Product name; empty for heuristics.
         us: Median time in microseconds; None for heuristics.
-        default_us: The default's time in the same run.
+        default_us: The default's time in the same run; None for heuristics, and where the default is among the failures.
         date: Day of the measurement, `2026-12-01`.
         candidates: How many candidates were looked at.
         failures: Those that failed.
@@ -124,8 +124,9 @@ class Entry:
         given["versions"] = _versions(given["versions"], f"{where}.versions")
         given["failures"] = tuple(_failure(item, f"{where}.failures") for item in given.get("failures", ()))
         entry = cls(**given)
-        if entry.source == "measured" and not (entry.us and entry.default_us and entry.device and entry.date):
-            raise ConfigError(f"{where}: a measured entry has us, default_us, device and date")
+        default = entry.default_us or entry.failures
+        if entry.source == "measured" and not (entry.us and default and entry.device and entry.date):
+            raise ConfigError(f"{where}: a measured entry has us, default_us (or failures), device and date")
         return entry
 
 

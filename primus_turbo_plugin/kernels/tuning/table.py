@@ -108,6 +108,9 @@ def build_table(
         user: Of the user's file.
         source: That file's name.
         ops: What can be tuned; None for all of this package.
+
+    Raises:
+        ConfigError: A key of the user's file is that of no case.
     """
     ops = tunables() if ops is None else ops
     entries: dict[tuple[str, str], Entry] = {}
@@ -124,12 +127,20 @@ def build_table(
         elif entry.versions != tunable.versions:
             stale[f"{entry.op} with {entry.versions}; here is {tunable.versions}"] += 1
         else:
+            _check_key(tunable, entry, f"tuning file {source!r}")
             entries[entry.case], origins[entry.case] = entry, str(source)
     notes = [
         f"tuning file {source}: {count} entries are not used: they are for {why}. Run `primus-turbo tune` again."
         for why, count in stale.items()
     ]
     return TuningTable(entries=entries, origins=origins, notes=tuple(notes), source=source)
+
+
+def _check_key(tunable: Tunable[Any, Any], entry: Entry, where: str) -> None:
+    """Refuses a key that no product has, such as one edited by hand: its entry would never be found, and nobody told."""
+    key = decode(tunable.key_type, entry.key, f"{where}: key of {entry.op}")
+    if canonical(encode(key)) != canonical(entry.key):
+        raise ConfigError(f"{where}: key of {entry.op} is not complete, got {dict(entry.key)}; it is {encode(key)}.")
 
 
 @functools.cache

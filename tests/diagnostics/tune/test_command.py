@@ -90,6 +90,12 @@ def test_a_dry_run_takes_recipes_from_a_configuration(capsys: pytest.CaptureFixt
         (["--model", "llama3_8b", "--precisions", "mxfp5"], "mxfp5"),
         (["--model", "llama3_8b", "--gemms", "fprob"], "did you mean 'fprop'"),
         (["--model", "llama3_8b", "--shapes", "1,2,3"], "leave --model"),
+        (["--shapes", "8,8,8", "--head-dim", "64"], "leave --head-dim"),
+        (["--shapes", "8,8,8", "--dry-run", "--arch", "gfx950", "--compute-units", "0"], "--compute-units must be"),
+        (["--shapes", "8,8,8", "--dry-run", "--arch", "gfx950", "--max-candidates", "-3"], "got -3"),
+        (["--shapes", "8,8,8", "--jobs", "-1"], "--jobs must be at least 0"),
+        (["--shapes", "8,8,8", "--compile-limit", "0"], "--compile-limit"),
+        (["--shapes", "8,8,8", "--backends", "tritn"], "did you mean 'triton'"),
         (["--shapes", "8,8,8", "--layouts", "ntn"], "--layouts"),
         (["--model", "llama3_8b", "--tokens", "0"], "--tokens and --tp"),
         (["--model", "llama3_8b", "--turbo-tuning-file", "/nowhere.json"], "/nowhere.json"),
@@ -118,7 +124,7 @@ def test_without_a_gpu_nothing_is_timed_and_the_reason_given(
 
 
 class PlayedCase:
-    """A GPU on which narrow tiles are fast, 256 wide ones give wrong numbers, and 4 stages do not fit."""
+    """A GPU on which narrow tiles are fast, 256 wide ones give wrong numbers, and 4 stages of pointer loads do not fit."""
 
     errors = (RuntimeError,)
 
@@ -126,7 +132,7 @@ class PlayedCase:
         self.task, self.key = task, task.key("sm90", 132)
 
     def check(self, config: GemmConfig) -> str | None:
-        if config.num_stages == 4:
+        if config.num_stages == 4 and config.loads == "pointers":
             raise RuntimeError("out of resource: shared memory")
         return "tile (0, 0) has 2.0 dB against float64" if config.block_m == 256 else None
 
@@ -162,7 +168,7 @@ def test_a_run_prints_every_failure_and_writes_a_file_that_the_kernels_then_use(
         "--formats",
         "bf16,mxfp4",
         "--backends",
-        "torch,other",
+        "torch,gluon",
         "--out",
         str(path),
     ]
@@ -221,6 +227,28 @@ def test_a_case_in_which_nothing_works_is_an_error_and_no_entry(
     assert code == 1
     assert "nothing works here: no entry is written" in out
     assert read_entries(path) == ()
+
+
+def test_where_the_default_fails_what_works_is_written_down(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, played_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = PlayedCase.check
+
+    def refuses_default(self: PlayedCase, config: GemmConfig) -> str | None:
+        return "the default is wrong here" if config == TUNABLE.default(self.key) else check(self, config)
+
+    monkeypatch.setattr(PlayedCase, "check", refuses_default)
+    path = tmp_path / "tuned.json"
+    code, out, _ = run(capsys, "--shapes", "1024,2048,512", "--out", str(path))
+    assert code == 0
+    assert "the default is wrong here" in out
+    (entry,) = read_entries(path)
+    assert entry.default_us is None
+    assert "failed: the default is wrong here" in {failure.reason for failure in entry.failures}
+    key = decode(TUNABLE.key_type, entry.key, "key")
+    assert tuning_table(str(path)).config(TUNABLE, key) != TUNABLE.default(key)
+    _, out, _ = run(capsys, "--show", "--arch", "sm90", "--turbo-tuning-file", str(path))
+    assert "default failed" in " ".join(out.split())
 
 
 def test_a_gpu_that_breaks_keeps_earlier_cases_and_stops(

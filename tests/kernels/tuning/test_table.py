@@ -89,6 +89,22 @@ def test_a_configuration_that_cannot_serve_its_case_is_refused_by_its_origin(
     assert table.config(TOY, key(32)) == ToyConfig(block=2)
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"sizes": 16}, r"unknown field 'sizes' \(did you mean 'size'\?\)"),
+        ({"size": 16.0}, r"size: must be int, got 16\.0"),
+        ({"side": {"element": "bf16"}}, "is not complete"),
+    ],
+)
+def test_a_key_that_no_product_has_is_refused(changed: dict[str, object], words: str) -> None:
+    """Such an entry would never be found, and its owner would believe it serves."""
+    good = entry(key(), 4)
+    with pytest.raises(ConfigError, match=words) as refused:
+        build_table([], [replace(good, key={**good.key, **changed})], source="mine.json", ops=OPS)
+    assert "mine.json" in str(refused.value)
+
+
 def test_the_digest_tells_choices_apart_and_nothing_else() -> None:
     one = build_table([entry(key(), 8), entry(key(32), 4)], ops=OPS)
     assert build_table([entry(key(32), 4, us=9.0, note="again"), entry(key(), 8)], ops=OPS).digest == one.digest
