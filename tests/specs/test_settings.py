@@ -367,6 +367,9 @@ def test_a_setting_of_ours_stays_when_megatron_turns_overlap_on() -> None:
     own = TurboConfig(communication=Communication(gather=False, transport="process_group"))
     found = resolve(with_settings(tp_comm_overlap=True, **SPLIT), own).communication
     assert (found.tp_overlap, found.gather, found.transport) == (True, False, "process_group")
+    own = TurboConfig(communication=Communication(except_for=("fc2", "qkv"), scatter_dgrad=True))
+    found = resolve(with_settings(tp_comm_overlap=True, tp_comm_overlap_disable_qkv=True, **SPLIT), own).communication
+    assert (found.except_for, found.scatter_dgrad) == (("fc2", "qkv"), True)
 
 
 def test_contradictory_overlap_names_both() -> None:
