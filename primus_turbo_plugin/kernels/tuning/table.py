@@ -138,9 +138,13 @@ def build_table(
 
 def _check_key(tunable: Tunable[Any, Any], entry: Entry, where: str) -> None:
     """Refuses a key that no product has, such as one edited by hand: its entry would never be found, and nobody told."""
-    key = decode(tunable.key_type, entry.key, f"{where}: key of {entry.op}")
+    remedy = "Remove the entry, or tune again."
+    try:
+        key = decode(tunable.key_type, entry.key, f"{where}: key of {entry.op}")
+    except ConfigError as error:
+        raise ConfigError(f"{error}. {remedy}") from error
     if canonical(encode(key)) != canonical(entry.key):
-        raise ConfigError(f"{where}: key of {entry.op} is not complete, got {dict(entry.key)}; it is {encode(key)}.")
+        raise ConfigError(f"{where}: key of {entry.op} is not complete: {dict(entry.key)}. {remedy}")
 
 
 @functools.cache

@@ -103,6 +103,7 @@ def test_a_key_that_no_product_has_is_refused(changed: dict[str, object], words:
     with pytest.raises(ConfigError, match=words) as refused:
         build_table([], [replace(good, key={**good.key, **changed})], source="mine.json", ops=OPS)
     assert "mine.json" in str(refused.value)
+    assert "Remove the entry, or tune again." in str(refused.value)
 
 
 def test_the_digest_tells_choices_apart_and_nothing_else() -> None:
