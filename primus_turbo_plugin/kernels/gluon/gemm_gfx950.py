@@ -175,7 +175,10 @@ class _Source:
 def _quantized_source(operand: QuantizedTensor, shuffle: bool) -> _Source:
     """`shuffle`: MX scales in the gfx950 layout, else plain."""
     spec = operand.spec
-    data = operand.data if operand.data.shape[1] % _TRANSFER_BYTES == 0 else _padded(operand.data)
+    data = operand.data
+    places = (data.shape[1], data.stride(0), data.data_ptr())
+    if data.stride(1) != 1 or any(place % _TRANSFER_BYTES for place in places):
+        data = _padded(data)
     scale, stride_scale = operand.block_scale, int(spec.block_shape[0] != 0)
     if spec.is_mx and shuffle:
         scale = operand.with_scale_layout("gfx950").block_scale.view(torch.int32)

@@ -15,6 +15,7 @@ from primus_turbo_plugin.kernels.registry import default_registry
 from primus_turbo_plugin.kernels.requests import GemmRequest
 from primus_turbo_plugin.precision.formats import Format
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
+from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
 FP4, FP8 = QuantSpec(format=Format.MXFP4), QuantSpec(format=Format.MXFP8)
 
@@ -143,6 +144,17 @@ def test_strides_too_large_for_offsets_are_refused() -> None:
     a = torch.empty_strided((4, 8), (1 << 23, 1), dtype=torch.bfloat16, device="meta")
     with pytest.raises(ShapeError, match="rows of a are 8388608 elements apart"):
         gemm_gfx950.gemm_call(a, torch.zeros(8, 8, dtype=torch.bfloat16), torch.empty(4, 8), cus=1)
+
+
+def test_codes_that_do_not_start_at_whole_transfers_are_copied() -> None:
+    pytest.importorskip("triton", reason="the call names a kernel, which is written in Triton")
+    if (reason := gemm_gfx950.triton_refusal()) is not None:
+        pytest.skip(reason)
+    codes = torch.arange(8 * 80, dtype=torch.uint8).view(8, 80)[:, 4:68]
+    x = QuantizedTensor(codes, torch.full((8, 2), 127, dtype=torch.uint8), FP8, (8, 64))
+    read = gemm_gfx950.gemm_call(x, x, torch.empty(8, 8), cus=1).args["a_ptr"]
+    assert torch.equal(read, codes)
+    assert (read.data_ptr() % 16, read.stride(0) % 16) == (0, 0)
 
 
 def test_operands_rotated_differently_are_refused() -> None:
