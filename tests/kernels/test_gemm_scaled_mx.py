@@ -110,6 +110,7 @@ def test_what_torch_gets_means_the_product(arch, rocm, fp4, fp8, specs, rng, mon
         y = gemm_scaled_mx.gemm_nt(operand, b, out_dtype=torch.bfloat16)
         assert y.shape == (m, n)
         assert snr_db(y, want) > 45.0
+        assert y.is_contiguous()
     bias = torch.randn(n, generator=rng)
     assert snr_db(gemm_scaled_mx.gemm_nt(a, b, out_dtype=torch.float16, bias=bias), want + bias.double()) > 45.0
 

@@ -107,7 +107,7 @@ def _product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: T
         _scale(a, rows, length, by_row), _scale(b, cols, length, by_row).t(),
         bias=bias, out_dtype=dtype, use_fast_accum=False,
     )  # fmt: skip
-    return y[: a.outer, : b.outer]
+    return y[: a.outer, : b.outer].contiguous()  # a collective or a view may follow
 
 
 def _codes(operand: QuantizedTensor, rows: int, length: int) -> Tensor:

@@ -65,7 +65,8 @@ def gemm_nt(
     else:
         length = _up(max(a.padded_contraction, b.padded_contraction), _LENGTH_MULTIPLE)
         (left, scale_a), (right, scale_b) = _handed_over(a, length), _handed_over(b, length)
-        y = torch._scaled_mm(left, right.t(), scale_a, scale_b, out_dtype=out_dtype)[: a.outer, : b.outer]
+        whole = torch._scaled_mm(left, right.t(), scale_a, scale_b, out_dtype=out_dtype)
+        y = whole[: a.outer, : b.outer].contiguous()  # a collective or a view may follow
     return y if bias is None else (y + bias).to(out_dtype)
 
 
