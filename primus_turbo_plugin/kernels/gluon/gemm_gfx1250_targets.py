@@ -15,12 +15,14 @@ import torch
 
 from primus_turbo_plugin.amdgcn.report.gate import IsaGate
 from primus_turbo_plugin.amdgcn.targets import KernelTarget
+from primus_turbo_plugin.errors import UnsupportedError
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250 import (
     NUM_WARPS,
     Ablation,
     depth_call,
     gemm_call,
     grouped_call,
+    triton_refusal,
 )
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import Tile, tiles_for
 from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
@@ -210,6 +212,8 @@ def _operand(spec: QuantSpec | None, k_inner: bool = True, dtype: torch.dtype = 
 
 
 def isa_targets() -> list[KernelTarget]:
+    if (reason := triton_refusal()) is not None:
+        raise UnsupportedError(f"amdgcn: the gfx1250 GEMMs: {reason}.")
     large, small = tiles_for("bf16", "bf16")
     wide, _, little = tiles_for("e2m1", "e2m1")
     eight = tiles_for("e4m3", "e4m3")[0]

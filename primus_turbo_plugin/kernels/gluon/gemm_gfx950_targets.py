@@ -14,7 +14,15 @@ import torch
 
 from primus_turbo_plugin.amdgcn.report.gate import IsaGate
 from primus_turbo_plugin.amdgcn.targets import KernelTarget
-from primus_turbo_plugin.kernels.gluon.gemm_gfx950 import OPTIONS, Ablation, depth_call, gemm_call, grouped_call
+from primus_turbo_plugin.errors import UnsupportedError
+from primus_turbo_plugin.kernels.gluon.gemm_gfx950 import (
+    OPTIONS,
+    Ablation,
+    depth_call,
+    gemm_call,
+    grouped_call,
+    triton_refusal,
+)
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_plan import Tile, tiles_for
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_targets import plain, quantized, values
 from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
@@ -166,6 +174,8 @@ def _eight(element: str, **fields: Any) -> QuantSpec:
 
 
 def isa_targets() -> list[KernelTarget]:
+    if (reason := triton_refusal()) is not None:
+        raise UnsupportedError(f"amdgcn: the gfx950 GEMMs: {reason}.")
     large, middle, small = tiles_for("bf16")
     fp4_large, _, fp4_small = tiles_for("e2m1")
     eight, _, eight_small = tiles_for("e4m3")

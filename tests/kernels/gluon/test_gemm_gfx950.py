@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 
@@ -95,6 +96,14 @@ def test_torchs_rocm_builds_package_triton_under_other_names(name: str | None, m
     for kernels in (gemm_gfx950, gemm_gfx1250):
         assert "or later" in str(kernels.triton_refusal())
         assert "found 3.6.0" in str(kernels.triton_refusal())
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "gfx1250"])
+def test_targets_are_refused_under_an_older_triton(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = importlib.import_module(f"primus_turbo_plugin.kernels.gluon.gemm_{arch}_targets")
+    monkeypatch.setattr(targets, "triton_refusal", lambda: "needs Triton 3.8 or later, found 3.6.0")
+    with pytest.raises(UnsupportedError, match=rf"{arch} GEMMs: needs Triton 3.8 or later, found 3.6.0"):
+        targets.isa_targets()
 
 
 @pytest.mark.usefixtures("on_gfx950")
