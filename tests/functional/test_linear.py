@@ -45,7 +45,11 @@ def test_forward_and_gradients_match_fp64(request: Any, dtype: torch.dtype, toke
     y.backward(dy)
     for name, value, reference in zip(["y", "dx", "dw", "db"], [y, *(t.grad for t in leaves)], _expected(x, w, b, dy)):
         assert value.dtype == dtype
-        assert relative_error(value, reference) <= BARS[dtype], name
+        bar = BARS[dtype]
+        if name == "y":  # rounded before the bias is added, too: of one number, a bias that cancels leaves that error
+            product = (reference - b.double()).norm() / reference.norm()
+            bar *= max(1.0, float(1 + product) / 2)
+        assert relative_error(value, reference) <= bar, name
 
 
 def test_unquantised_gradients_pass_gradcheck(request: Any) -> None:
