@@ -16,19 +16,17 @@ import torch
 
 from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt, common_length
-from primus_turbo_plugin.kernels.gluon import triton_release
+from primus_turbo_plugin.kernels.gluon import operand_kinds, triton_release
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import GemmPlan, Tile, complete
 from primus_turbo_plugin.kernels.gluon.grouping import check_offsets, row_tiles
 from primus_turbo_plugin.kernels.requests import GemmRequest
 from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
-from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
 Operand = Union[torch.Tensor, QuantizedTensor]  # noqa: UP007  (evaluated at run time; Python 3.10's torch.Tensor has no |)
 
 OLDEST_TRITON = (3, 8)
 NUM_WARPS = 4
-_PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,20 +49,7 @@ def triton_refusal() -> str | None:
 
 def supports(request: GemmRequest) -> str | None:
     """None, or why these kernels cannot multiply such operands; whether this is a gfx1250 is not asked here."""
-    kinds = (request.a, request.b)
-    if all(isinstance(kind, torch.dtype) for kind in kinds):
-        if kinds[0] != kinds[1] or kinds[0] not in _PLAIN:
-            names = " and ".join(str(kind).removeprefix("torch.") for kind in kinds)
-            return f"plain operands must both be bf16 or both fp16, got {names}"
-        return triton_refusal()
-    for kind in kinds:
-        if not isinstance(kind, QuantSpec):
-            return "multiplies two quantised operands or two plain ones, not one of each"
-        if not kind.is_mx and kind.block_shape[1] != 0:
-            return f"FP8 scales must cover whole rows or the whole operand, got blocks of {kind.block}"
-    if len({isinstance(kind, QuantSpec) and kind.is_mx for kind in kinds}) > 1:
-        return "both operands must have MX scales, or both FP8 scales"
-    return triton_refusal()
+    return operand_kinds.refusal(request) or triton_refusal()
 
 
 @torch.no_grad()
@@ -174,7 +159,7 @@ def _source(operand: Operand) -> _Source:
         return _Source(
             spec.element_type.name, operand.data, scale, True, operand.data.stride(0), stride_scale, spec.is_mx
         )
-    element = _PLAIN[operand.dtype]
+    element = operand_kinds.PLAIN[operand.dtype]
     if operand.stride(-1) != 1 and operand.stride(-2) != 1:
         operand = operand.contiguous()
     k_inner = operand.stride(-1) == 1

@@ -16,7 +16,7 @@ import torch
 
 from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt, common_length
-from primus_turbo_plugin.kernels.gluon import triton_release
+from primus_turbo_plugin.kernels.gluon import operand_kinds, triton_release
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_plan import ELEMENT_BITS, HALVES, GemmPlan, Tile, choose_tile
 from primus_turbo_plugin.kernels.gluon.grouping import check_offsets, row_tiles
 from primus_turbo_plugin.kernels.requests import GemmRequest
@@ -29,7 +29,6 @@ Operand = Union[torch.Tensor, QuantizedTensor]  # noqa: UP007  (evaluated at run
 OLDEST_TRITON = (3, 8)
 OPTIONS = {"num_warps": 4, "waves_per_eu": 1}
 """One wave a SIMD, which may then use all 512 registers."""
-_PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TRANSFER_BYTES = 16
 _LARGEST_OFFSET = 2**31 - 1
 """Offsets inside a tile are 32 bits, in bytes."""
@@ -55,20 +54,10 @@ def triton_refusal() -> str | None:
 
 def supports(request: GemmRequest) -> str | None:
     """None, or why these kernels cannot multiply such operands; whether this is a gfx950 is not asked here."""
-    kinds = (request.a, request.b)
-    if all(isinstance(kind, torch.dtype) for kind in kinds):
-        if kinds[0] != kinds[1] or kinds[0] not in _PLAIN:
-            names = " and ".join(str(kind).removeprefix("torch.") for kind in kinds)
-            return f"plain operands must both be bf16 or both fp16, got {names}"
-        return triton_refusal()
-    for kind in kinds:
-        if not isinstance(kind, QuantSpec):
-            return "multiplies two quantised operands or two plain ones, not one of each"
-        if not kind.is_mx and kind.block_shape[1] != 0:
-            return f"FP8 scales must cover whole rows or the whole operand, got blocks of {kind.block}"
-    specs = [kind for kind in kinds if isinstance(kind, QuantSpec)]
-    if len({spec.is_mx for spec in specs}) > 1:
-        return "both operands must have MX scales, or both FP8 scales"
+    reason = operand_kinds.refusal(request)
+    if reason is not None:
+        return reason
+    specs = [kind for kind in (request.a, request.b) if isinstance(kind, QuantSpec)]
     if len({ELEMENT_BITS[spec.element_type.name] for spec in specs}) > 1:
         return f"both operands must have 8-bit or both 4-bit elements, got {specs[0]} and {specs[1]}"
     return triton_refusal()
@@ -210,7 +199,7 @@ def _plain_source(operand: torch.Tensor, rows_inner: bool = False) -> _Source:
     if not aligned:
         along_k = not rows_inner
         turned = _padded(operand if along_k else operand.transpose(-1, -2))
-    return _Source(_PLAIN[operand.dtype], turned, None, along_k, turned.stride(-2), 0, False, False)
+    return _Source(operand_kinds.PLAIN[operand.dtype], turned, None, along_k, turned.stride(-2), 0, False, False)
 
 
 def _padded(data: torch.Tensor) -> torch.Tensor:
