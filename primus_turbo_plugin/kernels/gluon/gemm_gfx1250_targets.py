@@ -6,16 +6,16 @@ holds.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from primus_turbo_plugin.amdgcn.report.gate import IsaGate
 from primus_turbo_plugin.amdgcn.targets import KernelTarget
 from primus_turbo_plugin.errors import UnsupportedError
+from primus_turbo_plugin.kernels.gluon import gemm_targets
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250 import (
     NUM_WARPS,
     Ablation,
@@ -25,15 +25,9 @@ from primus_turbo_plugin.kernels.gluon.gemm_gfx1250 import (
     triton_refusal,
 )
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import Tile, tiles_for
-from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
+from primus_turbo_plugin.kernels.gluon.gemm_targets import BF16_STEP, FP32_STEP, Case, Make, plain, quantized
 from primus_turbo_plugin.precision.formats import Format
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
-from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
-
-BF16_STEP = 2.0**-7
-"""Results are rounded to bfloat16; a sum in another order may round to the neighbour."""
-FP32_STEP = 2.0**-18
-"""fp32 sums of a few hundred products in another order, relative to the largest result."""
 
 _TILE_LOADS = ("global_load_(?!async).*", "buffer_load.*", "global_load_async.*", "flat_load.*")
 _NARROW = ("ds_load_u16.*", "ds_load_u8.*", "scratch_.*")
@@ -57,45 +51,9 @@ def gate(*required: str, mma_bound: bool = True) -> IsaGate:
 FULL = Ablation()
 
 
-def plain(
-    rng: np.random.Generator, rows: int, depth: int, k_inner: bool, dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
-    """A random operand [rows, depth], contiguous along K or along its rows."""
-    shape = (rows, depth) if k_inner else (depth, rows)
-    values = torch.from_numpy(rng.standard_normal(shape, np.float32)).to(dtype)
-    return values if k_inner else values.t()
-
-
-def quantized(rng: np.random.Generator, rows: int, depth: int, spec: QuantSpec) -> QuantizedTensor:
-    """Random codes (no NaN) and scales: what a quantiser of the layer above would have made."""
-    element = spec.element_type.name
-    stored = spec.padded(depth)
-    codes = rng.integers(0, 256, (rows, stored // (2 if element == "e2m1" else 1)), dtype=np.uint8)
-    if element != "e2m1":
-        codes[(codes & 0x7F) >= (0x7F if element == "e4m3" else 0x7C)] = 0x30
-    if depth < stored:  # a quantiser pads with zeros
-        codes[:, depth // (2 if element == "e2m1" else 1) :] = 0
-    shape = spec.scale_shape(rows, depth)
-    if spec.is_mx:
-        scale = torch.from_numpy(rng.integers(120, 134, shape, dtype=np.uint8))
-    else:
-        scale = torch.from_numpy(rng.random(shape, np.float32) + np.float32(0.5))
-    return QuantizedTensor(torch.from_numpy(codes), scale, spec, (rows, depth))
-
-
-def values(operand: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """What an operand stands for, in float64."""
-    tensor = operand.decode() if isinstance(operand, QuantizedTensor) else operand
-    return np.asarray(tensor.double())
-
-
-Case = Callable[[np.random.Generator], tuple[KernelCall, Any]]
-"""Makes a call and the right output."""
-
-
 def dense(
-    a: Callable[[np.random.Generator, int, int], Any],
-    b: Callable[[np.random.Generator, int, int], Any],
+    a: Make,
+    b: Make,
     sizes: tuple[int, int, int],
     tile: Tile,
     *,
@@ -104,99 +62,28 @@ def dense(
     accumulate: bool = False,
     ablation: Ablation = FULL,
 ) -> Case:
-    """y = a @ b.T of random operands, on two work-groups."""
-    rows, cols, depth = sizes
-
-    def make(rng: np.random.Generator) -> tuple[KernelCall, Any]:
-        left, right = a(rng, rows, depth), b(rng, cols, depth)
-        y = torch.full((rows, cols), float("nan"), dtype=out_dtype)
-        want = values(left) @ values(right).T
-        added = torch.from_numpy(rng.standard_normal(cols, np.float32)).bfloat16() if bias else None
-        if added is not None:
-            want = want + values(added)
-        if accumulate:
-            y = torch.from_numpy(rng.standard_normal((rows, cols), np.float32)) * 10
-            want = want + values(y)
-        call = gemm_call(left, right, y, bias=added, accumulate=accumulate, programs=2, tile=tile, ablation=ablation)
-        return call, want
-
-    return make
+    """y = a @ b.T of random operands on two work-groups."""
+    launch = partial(gemm_call, programs=2, tile=tile, ablation=ablation)
+    return gemm_targets.dense(a, b, sizes, launch, out_dtype=out_dtype, bias=bias, accumulate=accumulate)
 
 
-def by_rows(quantize: QuantSpec | None, b_k: bool, tile: Tile, depth: int) -> Case:
-    """Experts: fprop (b contiguous along K) and dgrad (along N), with a bias, empty and tiny groups."""
-
-    def make(rng: np.random.Generator) -> tuple[KernelCall, Any]:
-        groups, cols = len(GROUP_SIZES), 200
-        offsets = np.cumsum((0, *GROUP_SIZES), dtype=np.int32)
-        total = int(offsets[-1])
-        if quantize is None:
-            left = plain(rng, total, depth, True)
-            right: Any = torch.stack([plain(rng, cols, depth, b_k) for _ in range(groups)])
-            if not b_k:
-                right = right.transpose(1, 2).contiguous().transpose(1, 2)
-            weights = values(right)
-        else:
-            left, right = quantized(rng, total, depth, quantize), quantized(rng, groups * cols, depth, quantize)
-            weights = values(right).reshape(groups, cols, -1)
-        bias = torch.from_numpy(rng.standard_normal((groups, cols), np.float32))
-        x = values(left)
-        want = np.concatenate(
-            [x[offsets[g] : offsets[g + 1]] @ weights[g].T + np.asarray(bias[g].double()) for g in range(groups)]
-        )
-        y = torch.full((total, cols), float("nan"), dtype=torch.bfloat16)
-        call = grouped_call(left, right, torch.from_numpy(offsets), y, bias=bias, programs=3, tile=tile)
-        return call, want
-
-    return make
+def by_rows(spec: QuantSpec | None, b_k: bool, tile: Tile, depth: int) -> Case:
+    """Experts: fprop and dgrad."""
+    launch = partial(grouped_call, programs=3, tile=tile)
+    return gemm_targets.by_rows(spec, b_k, GROUP_SIZES, 200, depth, launch)
 
 
-def by_depth(quantize: QuantSpec | None, sizes: tuple[int, ...], tile: Tile, accumulate: bool) -> Case:
-    """Experts: wgrad, into fp32 gradients that are there already or not, with empty and tiny groups."""
-
-    def make(rng: np.random.Generator) -> tuple[KernelCall, Any]:
-        rows, cols = 160, 200
-        offsets = np.cumsum((0, *sizes), dtype=np.int32 if accumulate else np.int64)
-        total = int(offsets[-1])
-        left, right = (
-            plain(rng, outer, total, False) if quantize is None else quantized(rng, outer, total, quantize)
-            for outer in (rows, cols)
-        )
-        x, y = values(left), values(right)
-        out = torch.from_numpy(rng.standard_normal((len(sizes), rows, cols), np.float32))
-        want = np.stack([x[:, s:e] @ y[:, s:e].T for s, e in itertools.pairwise(offsets)])
-        if accumulate:
-            want = want + values(out)
-        else:
-            out.fill_(float("nan"))
-        call = depth_call(left, right, torch.from_numpy(offsets), out, accumulate=accumulate, programs=3, tile=tile)
-        return call, want
-
-    return make
+def by_depth(spec: QuantSpec | None, sizes: tuple[int, ...], tile: Tile, accumulate: bool) -> Case:
+    """Experts: wgrad."""
+    launch = partial(depth_call, programs=3, tile=tile)
+    return gemm_targets.by_depth(
+        spec, sizes, (160, 200), launch, accumulate=accumulate, offsets_dtype=torch.int32 if accumulate else torch.int64
+    )
 
 
 def _target(name: str, case: Case, isa_gate: IsaGate | None, tolerance: float = BF16_STEP) -> KernelTarget:
-    """A target of a case. The right output travels with the arguments and is taken out again before the launch."""
-    call, _ = case(np.random.default_rng(0))
-    wanted: dict[int, Any] = {}
-
-    def inputs(rng: np.random.Generator) -> dict[str, Any]:
-        made, want = case(rng)
-        wanted[0] = want
-        return dict(made.args)
-
-    return KernelTarget(
-        name=name,
-        kernel=call.kernel,
-        archs=("gfx1250",),
-        inputs=inputs,
-        grid=call.grid,
-        constants=call.constants,
-        options={"num_warps": NUM_WARPS},
-        expected=lambda args: {"c_ptr": wanted[0]},
-        tolerance=tolerance,
-        gate=isa_gate,
-    )
+    """A target of a case."""
+    return gemm_targets.target(name, case, isa_gate, tolerance, arch="gfx1250", options={"num_warps": NUM_WARPS})
 
 
 def _mx(element: str | None = None, **fields: Any) -> QuantSpec:

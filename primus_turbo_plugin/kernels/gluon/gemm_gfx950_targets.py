@@ -5,16 +5,15 @@ Sizes are the smallest that still have tails in every dimension, several tiles, 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from primus_turbo_plugin.amdgcn.report.gate import IsaGate
 from primus_turbo_plugin.amdgcn.targets import KernelTarget
 from primus_turbo_plugin.errors import UnsupportedError
+from primus_turbo_plugin.kernels.gluon import gemm_targets
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950 import (
     OPTIONS,
     Ablation,
@@ -24,24 +23,13 @@ from primus_turbo_plugin.kernels.gluon.gemm_gfx950 import (
     triton_refusal,
 )
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_plan import Tile, tiles_for
-from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_targets import plain, quantized, values
-from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
+from primus_turbo_plugin.kernels.gluon.gemm_targets import BF16_STEP, FP32_STEP, Case, Make, plain, quantized
 from primus_turbo_plugin.precision.formats import Format
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 
-BF16_STEP = 2.0**-7
-"""Results are rounded to bfloat16; a sum in another order may round to the neighbour."""
-FP32_STEP = 2.0**-18
-"""fp32 sums of a few hundred products in another order, relative to the largest result."""
 GROUP_SIZES = (100, 0, 37, 130, 1)
 DEPTH_SIZES = (100, 0, 37, 420, 1)
 MX_DEPTH_SIZES = (96, 0, 32, 800)
-
-Case = Callable[[np.random.Generator], tuple[KernelCall, Any]]
-"""Makes a call and the right output."""
-Make = Callable[[np.random.Generator, int, int], Any]
-"""Makes an operand `[rows, depth]`."""
-
 
 FULL = Ablation()
 
@@ -69,98 +57,25 @@ def dense(
     ablation: Ablation = FULL,
 ) -> Case:
     """y = a @ b.T of random operands."""
-    rows, cols, depth = sizes
-
-    def make(rng: np.random.Generator) -> tuple[KernelCall, Any]:
-        left, right = a(rng, rows, depth), b(rng, cols, depth)
-        y = torch.full((rows, cols), float("nan"), dtype=out_dtype)
-        want = values(left) @ values(right).T
-        added = torch.from_numpy(rng.standard_normal(cols, np.float32)).bfloat16() if bias else None
-        if added is not None:
-            want = want + values(added)
-        if accumulate:
-            y = torch.from_numpy(rng.standard_normal((rows, cols), np.float32)) * 10
-            want = want + values(y)
-        return gemm_call(left, right, y, bias=added, accumulate=accumulate, cus=1, tile=tile, ablation=ablation), want
-
-    return make
+    launch = partial(gemm_call, cus=1, tile=tile, ablation=ablation)
+    return gemm_targets.dense(a, b, sizes, launch, out_dtype=out_dtype, bias=bias, accumulate=accumulate)
 
 
 def by_rows(spec: QuantSpec | None, b_k: bool, tile: Tile, depth: int, wide: torch.dtype = torch.int32) -> Case:
-    """Experts: fprop (b contiguous along K) and dgrad (along N), with a bias, empty and tiny groups."""
-
-    def make(rng: np.random.Generator) -> tuple[KernelCall, Any]:
-        groups, cols = len(GROUP_SIZES), 160
-        offsets = np.cumsum((0, *GROUP_SIZES))
-        total = int(offsets[-1])
-        if spec is None:
-            left = plain(rng, total, depth, True)
-            right: Any = torch.stack([plain(rng, cols, depth, b_k) for _ in range(groups)])
-            if not b_k:
-                right = right.transpose(1, 2).contiguous().transpose(1, 2)
-            weights = values(right)
-        else:
-            left, right = quantized(rng, total, depth, spec), quantized(rng, groups * cols, depth, spec)
-            weights = values(right).reshape(groups, cols, -1)
-        bias = torch.from_numpy(rng.standard_normal((groups, cols), np.float32))
-        x = values(left)
-        want = np.concatenate(
-            [
-                x[s:e] @ weights[g].T + np.asarray(bias[g].double())
-                for g, (s, e) in enumerate(itertools.pairwise(offsets))
-            ]
-        )
-        y = torch.full((total, cols), float("nan"), dtype=torch.bfloat16)
-        return grouped_call(left, right, torch.from_numpy(offsets).to(wide), y, bias=bias, cus=1, tile=tile), want
-
-    return make
+    """Experts: fprop and dgrad."""
+    launch = partial(grouped_call, cus=1, tile=tile)
+    return gemm_targets.by_rows(spec, b_k, GROUP_SIZES, 160, depth, launch, offsets_dtype=wide)
 
 
 def by_depth(spec: QuantSpec | None, sizes: tuple[int, ...], tile: Tile, accumulate: bool) -> Case:
-    """Experts: wgrad, into fp32 gradients that are there already or not, with empty and tiny groups."""
-
-    def make(rng: np.random.Generator) -> tuple[KernelCall, Any]:
-        rows, cols = 136, 72
-        offsets = np.cumsum((0, *sizes), dtype=np.int32)
-        total = int(offsets[-1])
-        left, right = (
-            plain(rng, outer, total, False) if spec is None else quantized(rng, outer, total, spec)
-            for outer in (rows, cols)
-        )
-        x, y = values(left), values(right)
-        out = torch.from_numpy(rng.standard_normal((len(sizes), rows, cols), np.float32))
-        want = np.stack([x[:, s:e] @ y[:, s:e].T for s, e in itertools.pairwise(offsets)])
-        if accumulate:
-            want = want + values(out)
-        else:
-            out.fill_(float("nan"))
-        return depth_call(left, right, torch.from_numpy(offsets), out, accumulate=accumulate, cus=1, tile=tile), want
-
-    return make
+    """Experts: wgrad."""
+    launch = partial(depth_call, cus=1, tile=tile)
+    return gemm_targets.by_depth(spec, sizes, (136, 72), launch, accumulate=accumulate)
 
 
 def target(name: str, case: Case, isa_gate: IsaGate | None, tolerance: float = BF16_STEP) -> KernelTarget:
-    """A target of a case. The right output travels with the arguments and is taken out again before the launch."""
-    call, _ = case(np.random.default_rng(0))
-    wanted: dict[int, Any] = {}
-
-    def inputs(rng: np.random.Generator) -> dict[str, Any]:
-        made, want = case(rng)
-        wanted[0] = want
-        return dict(made.args)
-
-    return KernelTarget(
-        name=name,
-        kernel=call.kernel,
-        archs=("gfx950",),
-        inputs=inputs,
-        grid=call.grid,
-        constants=call.constants,
-        options=OPTIONS,
-        expected=lambda args: {"c_ptr": wanted[0]},
-        tolerance=tolerance,
-        gate=isa_gate,
-    )
+    """A target of a case."""
+    return gemm_targets.target(name, case, isa_gate, tolerance, arch="gfx950", options=OPTIONS)
 
 
 def _operand(spec: QuantSpec | None, k_inner: bool = True, dtype: torch.dtype = torch.bfloat16) -> Make:

@@ -25,7 +25,8 @@ from primus_turbo_plugin.amdgcn.faults import EmulationError, MissingWaitError, 
 from primus_turbo_plugin.amdgcn.report.loops import hot_loop
 from primus_turbo_plugin.amdgcn.targets import KernelTarget
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import lds_bytes, tiles_for, transfers
-from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_targets import isa_targets, plain, quantized, values
+from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_targets import isa_targets
+from primus_turbo_plugin.kernels.gluon.gemm_targets import plain, quantized, values
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from tests.support import seeds
 

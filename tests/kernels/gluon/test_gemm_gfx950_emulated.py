@@ -29,7 +29,7 @@ from primus_turbo_plugin.amdgcn.report.loops import hot_loop
 from primus_turbo_plugin.amdgcn.report.mca import run_mca
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_plan import tiles_for
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_targets import isa_targets
-from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_targets import plain, quantized, values
+from primus_turbo_plugin.kernels.gluon.gemm_targets import plain, quantized, values
 from primus_turbo_plugin.precision.formats import Format
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from tests.support import seeds
