@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from primus_turbo_plugin.communication import schedules
 from primus_turbo_plugin.communication.executor import Channel, Form
 from primus_turbo_plugin.communication.overlap import Overlap, Payload
 from primus_turbo_plugin.communication.rank_sum import rank_sum
+from primus_turbo_plugin.communication.tracing import Tracer
 from primus_turbo_plugin.communication.transports.device_api import device_api
 from primus_turbo_plugin.communication.transports.engine_probe import COMPUTE_UNITS, COPY_ENGINE, probe_engine
 from primus_turbo_plugin.communication.transports.sdma import SdmaTransport
+from primus_turbo_plugin.diagnostics.trace.analysis import chrome_trace, read_ranks, rows, table
 from tests.support.distributed import RankInfo, ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="sdma moves GPU tensors; torch sees no GPU")
@@ -101,6 +105,49 @@ def test_bulk_collectives_under_other_work(rank_info: RankInfo) -> None:
         expected = torch.arange(size, device=device).add(call * size).bfloat16()
         assert torch.equal(gathered, expected.repeat_interleave(512)[:, None].expand(-1, 256))
         assert torch.equal(sums.wait(), torch.full_like(x, float(size * (call * size + rank))))
+
+
+@ranks(world_size=2, timeout_s=60)
+def test_a_trace_shows_every_copy_and_product_of_both_ranks(rank_info: RankInfo, tmp_path: Path) -> None:
+    """Marks are events on the lanes: a gather under 20 ms of the caller's compute is hidden, one that is awaited at once is not."""
+    device = _device(rank_info)
+    tracer = Tracer(tmp_path, first=2, last=2)
+    overlap = Overlap(SdmaTransport(torch.distributed.group.WORLD, device, probe=False), tracer=tracer, chunks=2)
+    step = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0).step
+    x, w = (torch.ones(2048, 512, dtype=torch.bfloat16, device=device) for _ in range(2))
+    y, out = x.new_empty(4096, 2048), x.new_empty(1024, 2048)
+
+    def multiply(planes: list[Tensor], out: Tensor, add: Tensor | None) -> None:
+        torch.mm(planes[0], w.t(), out=out)
+
+    for _ in range(3):
+        torch.cuda.synchronize()
+        torch.distributed.barrier()
+        pending = overlap.start_gather(Payload.plain(x), label="hidden")
+        torch.cuda._sleep(4 * 10**7)
+        pending.wait()
+        overlap.start_gather(Payload.plain(x), label="bare").wait()
+        overlap.gather_gemm(Payload.plain(x), multiply, y, 512, label="fprop")
+        overlap.gemm_scatter(Payload.plain(x), multiply, out, 512, label="scatter")
+        step()
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+    ranks_seen = read_ranks(tmp_path)
+    found = {row.name: row for row in rows(ranks_seen)}
+    assert list(found) == ["hidden", "bare", "fprop", "scatter"]
+    assert all(row.calls == 1 and row.copy_ms > 0 for row in found.values()), found
+    assert found["hidden"].nbytes == found["bare"].nbytes == found["fprop"].nbytes == x.nbytes
+    assert found["scatter"].nbytes == out.nbytes
+    assert found["hidden"].hidden > 0.9 > 0.5 > found["bare"].hidden, found
+    events = [e for e in chrome_trace(ranks_seen)["traceEvents"] if e["ph"] == "X"]
+    for rank in range(2):
+        named = [e["name"] for e in events if e["pid"] == rank and "(fprop)" in e["name"]]
+        assert sum("put to rank" in name for name in named) == 2, named
+        assert sum("gemm" in name for name in named) == 3, named
+    assert all(0 <= e["ts"] and 0 <= e["dur"] < 6e7 for e in events)
+    if rank_info.rank == 0:
+        print(table(list(found.values())))
+        print(len(json.dumps(events)), "bytes of events")
 
 
 @ranks(world_size=1)
