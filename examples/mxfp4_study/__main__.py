@@ -2,6 +2,7 @@
 
     python -m examples.mxfp4_study --minutes 9        as much as fits; run it again to go on where it stopped
     python -m examples.mxfp4_study --preset tiny      the same in about two minutes on a CPU, too small to conclude from
+    python -m examples.mxfp4_study --report           tables and pictures of the runs below --out, without training
 
 Writes into --out: runs/*/curve.json, results.csv, results.md, loss_gap.png, and, from the BF16 model, wgrad.csv and two pictures.
 docs/mxfp4-study.md says what came out.
@@ -10,8 +11,14 @@ docs/mxfp4-study.md says what came out.
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib.util
+import math
+import multiprocessing
+import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +31,18 @@ from primus_turbo_plugin.errors import ConfigError, TurboError
 
 _SIZES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 2, "hidden": 64, "ffn": 160, "heads": 2, "kv_heads": 1, "vocab": 512, "seq": 64},
-    "60m": {"layers": 10, "hidden": 640, "ffn": 1728, "heads": 10, "kv_heads": 5, "vocab": 8192, "seq": 2048},
+    "60m": {"layers": 9, "hidden": 768, "ffn": 2048, "heads": 12, "kv_heads": 4, "vocab": 8192, "seq": 2048},
     "160m": {"layers": 14, "hidden": 896, "ffn": 2432, "heads": 14, "kv_heads": 7, "vocab": 16384, "seq": 2048},
     "350m": {"layers": 24, "hidden": 1024, "ffn": 2816, "heads": 16, "kv_heads": 8, "vocab": 16384, "seq": 2048},
 }
 _LONG = {"eval_every": 50, "eval_sequences": 64}
 _RUNS: dict[str, dict[str, Any]] = {
     "tiny": {"steps": 12, "batch": 4, "micro_batch": 4, "lr": 3e-3, "eval_every": 3, "eval_sequences": 8},
-    "60m": {"steps": 1200, "batch": 16, "micro_batch": 16, "lr": 2e-3, **_LONG},
+    "60m": {"steps": 1000, "batch": 8, "micro_batch": 8, "lr": 2e-3, **_LONG},
     "160m": {"steps": 1500, "batch": 32, "micro_batch": 16, "lr": 1.5e-3, **_LONG},
     "350m": {"steps": 2000, "batch": 64, "micro_batch": 8, "lr": 1e-3, **_LONG},
 }
-_CHARACTERS = {"tiny": 300_000}
+_CHARACTERS = {"tiny": 300_000, "60m": 100_000_000}
 """Of text; elsewhere all there is."""
 
 
@@ -48,8 +55,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="sequences a step")
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--lr", type=float, help="highest learning rate")
-    parser.add_argument("--characters", type=int, help="of text to take; default: all there is")
+    parser.add_argument("--characters", type=int, help="of text to take; default: what the preset's runs need")
     parser.add_argument("--minutes", type=float, help="stop, to be continued, before so many have passed")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes that share the device, a run each; default: 1"
+    )
+    parser.add_argument("--whole-runs", action="store_true", help="begin none that --minutes would interrupt")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graph: same bits, slower")
+    parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/mxfp4_study"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--list", action="store_true", help="show the cells and stop")
@@ -86,53 +99,107 @@ def main(argv: list[str]) -> int:
         for cell in chosen:
             print(cell.name, *(f"= {name}" for name in cell.same_as))
         return 0
-    started = time.monotonic()
-    deadline = started + 60 * options.minutes if options.minutes else float("inf")
+    if options.report:
+        _report(options.out)
+        return 0
+    deadline = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
     settings = settings_of(options)
-    size = settings.size
-    characters = options.characters or _CHARACTERS.get(options.preset, 1 << 40)
-    text = corpus.load(options.out, vocab=size.vocab, max_characters=characters)
+    text = _text(options)
     print(
-        f"{size.parameters / 1e6:.1f} M parameters, {settings.steps * settings.tokens_per_step / 1e6:.1f} M tokens a run, "
-        f"{len(text.train) / 1e6:.1f} M in the text ({text.digest}), {len(chosen)} cells x {len(options.seeds)} seeds"
+        f"{settings.size.parameters / 1e6:.1f} M parameters, "
+        f"{settings.steps * settings.tokens_per_step / 1e6:.1f} M tokens a run, "
+        f"{len(text.train) / 1e6:.1f} M in the text ({text.digest}), {len(chosen)} cells x {len(options.seeds)} seeds",
+        flush=True,
     )
-    left = _train(chosen, settings, text, options, deadline)
+    left = _train([(cell, seed) for seed in options.seeds for cell in chosen], settings, text, options, deadline)
     _report(options.out)
     print(f"{left} runs left; the same command continues" if left else "every run has ended")
     return 0
 
 
+def _text(options: argparse.Namespace) -> corpus.Corpus:
+    characters = options.characters or _CHARACTERS.get(options.preset, 1 << 40)
+    return corpus.load(options.out, vocab=_SIZES[options.preset]["vocab"], max_characters=characters)
+
+
 def _train(
-    chosen: list[grid.Cell], settings: Settings, text: corpus.Corpus, options: argparse.Namespace, deadline: float
+    pairs: list[tuple[grid.Cell, int]],
+    settings: Settings,
+    text: corpus.Corpus,
+    options: argparse.Namespace,
+    deadline: float,
 ) -> int:
     """Seed by seed, so that an early stop leaves whole comparisons; returns how many runs have not ended."""
-    todo = [Run(cell, seed, settings, text, options.out, options.device) for seed in options.seeds for cell in chosen]
-    todo = [run for run in todo if not run.finished]
-    left = len(todo)
-    for run in todo:
-        if time.monotonic() > deadline or not run.advance(deadline, lambda line: print(line, flush=True)):
-            break
-        left -= 1
-        print(f"{run.cell.name} seed {run.seed}: ended after {run.seconds:.0f} s", flush=True)
-        if run.cell.name == "bf16" and run.seed == options.seeds[0]:
-            tokens = torch.from_numpy(
-                corpus.batch(text.validation, seed=0, step=0, sequences=min(4, settings.batch), seq=settings.size.seq)
-            )
-            rows = wgrad_statistics.measure(run.model, tokens.to(options.device), run.seed)
-            wgrad_statistics.write(rows, options.out / "wgrad.csv")
-            results.draw_statistics(rows, options.out / "wgrad_error.png", options.out / "outliers.png")
-        del run.model, run.optimizer
-    return left
+    todo = [
+        (cell, seed)
+        for cell, seed in pairs
+        if not Run(cell, seed, settings, text, options.out, options.device).finished
+    ]
+    if options.workers == 1:
+        _prepare(options.device)
+        ended = [_advance(cell, seed, settings, options, deadline) for cell, seed in todo]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(
+            options.workers, mp_context=context, initializer=_prepare, initargs=(options.device,)
+        ) as pool:
+            futures = [pool.submit(_advance, cell, seed, settings, options, deadline) for cell, seed in todo]
+            ended = [future.result() for future in futures]
+    return ended.count(False)
+
+
+def _prepare(device: str) -> None:
+    """Makes every operation of this process give the same bits in each run: attention's backward does not by itself."""
+    if device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+_longest = [0.0]
+"""Seconds of the longest run of this process."""
+
+
+def _advance(cell: grid.Cell, seed: int, settings: Settings, options: argparse.Namespace, deadline: float) -> bool:
+    """One run, as far as the deadline lets it; whether it has ended."""
+    start = time.monotonic()
+    if start + (1.05 * _longest[0] if options.whole_runs else 0.0) > deadline:
+        return False
+    run = Run(cell, seed, settings, _text(options), options.out, options.device, capture=not options.eager)
+    if not run.advance(deadline, lambda line: print(line, flush=True)):
+        return False
+    if cell.name == "bf16" and seed == options.seeds[0]:
+        _measure(run, settings, options)
+    del run
+    gc.collect()
+    torch.cuda.empty_cache()
+    _longest[0] = max(_longest[0], time.monotonic() - start)
+    print(f"{cell.name} seed {seed}: ended after {time.monotonic() - start:.0f} s", flush=True)
+    return True
+
+
+def _measure(run: Run, settings: Settings, options: argparse.Namespace) -> None:
+    rows = corpus.batch(run.corpus.validation, seed=0, step=0, sequences=min(4, settings.batch), seq=settings.size.seq)
+    tokens = torch.from_numpy(rows).to(options.device)
+    wgrad_statistics.write(wgrad_statistics.measure(run.model, tokens, run.seed), options.out / "wgrad.csv")
 
 
 def _report(out: Path) -> None:
+    """Tables of all runs that have ended, and pictures where matplotlib is installed."""
     runs = results.load(out)
     rows = results.table(runs)
-    if rows:
-        results.write_csv(rows, out / "results.csv")
-        (out / "results.md").write_text(results.markdown(rows))
-        results.draw_gaps(runs, out / "loss_gap.png")
-        print(results.markdown(rows))
+    if not rows:
+        return
+    results.write_csv(rows, out / "results.csv")
+    (out / "results.md").write_text(results.markdown(rows))
+    print(results.markdown(rows))
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no pictures: matplotlib is not installed here; --report draws them where it is")
+        return
+    results.draw_gaps(runs, out / "loss_gap.png")
+    statistics = out / "wgrad.csv"
+    if statistics.exists():
+        results.draw_statistics(wgrad_statistics.read(statistics), out / "wgrad_error.png", out / "outliers.png")
 
 
 if __name__ == "__main__":

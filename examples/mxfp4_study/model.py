@@ -108,18 +108,17 @@ class _Layer(nn.Module):
     def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         size = self.size
         heads = qkv.unflatten(-1, (-1, size.head_dim)).transpose(1, 2)  # [batch, heads, seq, dim]
-        q, k, v = heads.split([size.heads, size.kv_heads, size.kv_heads], 1)
-        y = F.scaled_dot_product_attention(
-            _rotate(q, rotary), _rotate(k, rotary), v, is_causal=True, enable_gqa=size.heads != size.kv_heads
-        )
+        rotated, v = heads.split([size.heads + size.kv_heads, size.kv_heads], 1)
+        q, k = _rotate(rotated, rotary).split([size.heads, size.kv_heads], 1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=size.heads != size.kv_heads)
         return y.transpose(1, 2).flatten(2)
 
 
 def _rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of x [batch, heads, seq, dim], halves against halves."""
-    cos, sin = rotary
+    """Rotary embedding of x [batch, heads, seq, dim], halves against halves, in x's dtype."""
+    cos, sin = (table.to(x.dtype) for table in rotary)  # [seq, dim]
     first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)
+    return torch.addcmul(x * cos, torch.cat([-second, first], -1), sin)
 
 
 class StudyModel(nn.Module):
@@ -132,13 +131,14 @@ class StudyModel(nn.Module):
         self.layers = nn.ModuleList(_Layer(size, number, config) for number in range(size.layers))
         self.norm = nn.RMSNorm(size.hidden, eps=1e-5)
         angle = 10000.0 ** (-torch.arange(0, size.head_dim, 2) / size.head_dim)
-        angle = torch.outer(torch.arange(size.seq), angle)
+        angle = torch.outer(torch.arange(size.seq), angle).repeat(1, 2)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean cross entropy, in nats a token, of tokens [batch, seq + 1]."""
-        with torch.autocast(tokens.device.type, torch.bfloat16):
+        # Every weight is cast once a forward: nothing for autocast to keep, and a CUDA graph must not see what it kept.
+        with torch.autocast(tokens.device.type, torch.bfloat16, cache_enabled=False):
             x = F.embedding(tokens[:, :-1], self.embedding)
             seq = x.shape[1]
             rotary = (self.cos[:seq], self.sin[:seq])
@@ -146,6 +146,11 @@ class StudyModel(nn.Module):
                 x = layer(x, rotary)
             logits = F.linear(self.norm(x), self.embedding)
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether a linear rounds stochastically."""
+        return any(module.plan.precision.is_stochastic for module in self.linears().values())
 
     def linears(self) -> dict[str, StudyLinear]:
         """Every quantised linear by its path, in order."""

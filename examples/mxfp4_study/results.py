@@ -38,10 +38,11 @@ def validation(report: dict[str, Any]) -> dict[int, float]:
 
 
 def final_loss(report: dict[str, Any]) -> float:
-    """The last validation loss; infinite if the run ended in NaN before its last step."""
+    """The last validation loss; infinite if the run ended in NaN."""
     if report["curve"][-1]["step"] < report["identity"]["steps"]:
         return math.inf
-    return list(validation(report).values())[-1]
+    last = list(validation(report).values())[-1]
+    return last if math.isfinite(last) else math.inf
 
 
 def tokens_to(report: dict[str, Any], loss: float) -> float:
@@ -56,11 +57,15 @@ def tokens_to(report: dict[str, Any], loss: float) -> float:
 
 
 def extra_tokens(report: dict[str, Any], baseline: dict[str, Any]) -> float:
-    """Share of tokens needed beyond the baseline's; infinite if its loss was not reached."""
+    """Share of tokens needed beyond the baseline's; infinite if its loss was not reached, NaN if the runs are too short.
+
+    Too short: the baseline has no evaluation between its first and the one at 60 %, so there is no line to read tokens off.
+    """
     steps = baseline["identity"]["steps"]
     curve = validation(baseline)
     target = curve[min(curve, key=lambda step: abs(step - _TARGET * steps))]
-    return tokens_to(report, target) / tokens_to(baseline, target) - 1.0
+    needed = tokens_to(baseline, target)
+    return tokens_to(report, target) / needed - 1.0 if math.isfinite(needed) else math.nan
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -112,8 +117,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         gap = _with_interval(row["gap"], row["gap_ci95"], "{:+.4f}")
         extra = _with_interval(100 * row["extra_tokens"], 100 * row["extra_tokens_ci95"], "{:+.1f}") + " %"
-        if math.isinf(row["extra_tokens"]):
-            extra = "not reached"
+        if not math.isfinite(row["extra_tokens"]):
+            extra = "too short" if math.isnan(row["extra_tokens"]) else "not reached"
         lines.append(f"| `{row['cell']}` | {row['seeds']} | {row['loss']:.4f} | {gap} | {extra} |")
     return "\n".join(lines) + "\n"
 

@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from examples.mxfp4_study.corpus import Corpus, batch
 from examples.mxfp4_study.grid import Cell
 from examples.mxfp4_study.model import ModelSize, StudyModel
+from examples.mxfp4_study.step import Step
 from primus_turbo_plugin.errors import ConfigError
 
 
@@ -63,7 +64,10 @@ def identity(settings: Settings, corpus: Corpus) -> dict[str, Any]:
 class Run:
     """A cell and a seed in a folder of their own, `curve.json` when it has ended, `state.pt` while it has not."""
 
-    def __init__(self, cell: Cell, seed: int, settings: Settings, corpus: Corpus, out: Path, device: str) -> None:
+    def __init__(
+        self, cell: Cell, seed: int, settings: Settings, corpus: Corpus, out: Path, device: str, *, capture: bool = True
+    ) -> None:
+        self.capture = capture
         self.cell, self.seed, self.settings, self.corpus, self.device = cell, seed, settings, corpus, device
         self.folder = out / "runs" / f"{cell.name}-seed{seed}"
         self.curve: list[dict[str, float]] = []
@@ -81,59 +85,61 @@ class Run:
         return path.exists() and self._same(json.loads(path.read_text())["identity"], path)
 
     def advance(self, deadline: float, notify: Callable[[str], None]) -> bool:
-        """Trains until the end or the deadline (of `time.monotonic`); True when it has ended."""
+        """Trains until the end or the deadline (of `time.monotonic`); True when it has ended.
+
+        From one validation to the next nothing waits for the GPU; it stops, also on NaN, at validations alone.
+        """
         torch.manual_seed(self.seed)
         self.model = StudyModel(self.settings.size, self.cell.config(seed=self.seed)).to(self.device)
-        self.optimizer = _adamw(self.model, self.settings)
+        self.training = Step(self.model, self.settings, capture=self.capture)
         self._load()
-        slowest, ended = 0.0, self.step == self.settings.steps
+        elapsed, ended = 0.0, self.step == self.settings.steps
         while not ended:
             start = time.monotonic()
-            if start + 1.5 * slowest > deadline:
+            if start + 1.5 * elapsed > deadline:
                 self._save()
                 return False
-            point = self._train_step()
-            slowest = max(slowest, time.monotonic() - start) if self.step > 3 else slowest
-            self.seconds += time.monotonic() - start
-            ended = self.step == self.settings.steps or not math.isfinite(point["train"])
-            if "validation" in point:
-                notify(
-                    f"{self.cell.name} seed {self.seed}: step {self.step} {point['train']:.4f} / {point['validation']:.4f}"
-                )
+            points = self._stretch()
+            self.curve += points
+            elapsed = time.monotonic() - start
+            self.seconds += elapsed
+            ended = self.step == self.settings.steps or not all(math.isfinite(point["train"]) for point in points)
+            last = points[-1]
+            pace = f"{1e3 * elapsed / len(points):.0f} ms a step"
+            losses = f"{last['train']:.4f} / {last['validation']:.4f}"
+            notify(f"{self.cell.name} seed {self.seed}: step {self.step} {losses}, {pace}")
         self._finish()
         return True
 
-    def _train_step(self) -> dict[str, float]:
-        settings, losses = self.settings, []
-        for group in self.optimizer.param_groups:
-            group["lr"] = settings.rate(self.step)
-        tokens = self._tokens(self.corpus.train, self.seed, self.step, settings.batch)
-        for part in tokens.split(settings.micro_batch):
-            loss = self.model(part) * (len(part) / settings.batch)
-            loss.backward()
-            losses.append(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        point = {"step": self.step, "train": float(torch.stack(losses).sum()), "grad_norm": float(norm)}
-        if self.step % settings.eval_every == 0 or self.step == settings.steps:
-            point["validation"] = self.validate()
-        self.curve.append(point)
-        return point
+    def _stretch(self) -> list[dict[str, float]]:
+        """The steps up to and including the next one with a validation."""
+        settings, results = self.settings, []
+        count = min(settings.eval_every - self.step % settings.eval_every, settings.steps - self.step)
+        rows = [self._rows(self.corpus.train, self.seed, self.step + i, settings.batch) for i in range(count)]
+        for tokens in torch.from_numpy(np.stack(rows)).to(self.device):
+            results.append(self.training(tokens, settings.rate(self.step)))
+            self.step += 1
+        validation = self.validate()
+        first = self.step - count + 1
+        points = [
+            {"step": first + i, "train": loss, "grad_norm": norm}
+            for i, (loss, norm) in enumerate(torch.stack(results).tolist())
+        ]
+        points[-1]["validation"] = validation
+        return points
 
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss of the same sequences in every run, in the cell's own precision; leaves the run's random state alone."""
         state = torch.get_rng_state()
-        tokens = self._tokens(self.corpus.validation, 0, 0, self.settings.eval_sequences)
+        rows = self._rows(self.corpus.validation, 0, 0, self.settings.eval_sequences)
+        tokens = torch.from_numpy(rows).to(self.device)
         losses = [self.model(part) * len(part) for part in tokens.split(self.settings.micro_batch)]
         torch.set_rng_state(state)
         return float(torch.stack(losses).sum()) / len(tokens)
 
-    def _tokens(self, stream: Any, seed: int, step: int, sequences: int) -> Tensor:
-        rows = batch(stream, seed=seed, step=step, sequences=sequences, seq=self.settings.size.seq)
-        return torch.from_numpy(rows).to(self.device, non_blocking=True)
+    def _rows(self, stream: Any, seed: int, step: int, sequences: int) -> np.ndarray:
+        return batch(stream, seed=seed, step=step, sequences=sequences, seq=self.settings.size.seq)
 
     def _load(self) -> None:
         path = self.folder / "state.pt"
@@ -141,7 +147,7 @@ class Run:
             state = torch.load(path, map_location="cpu", weights_only=True)
             self._same(json.loads(state["identity"]), path)
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.training.load(state["optimizer"])
             torch.set_rng_state(state["rng"])
             self.step, self.seconds, self.curve = state["step"], state["seconds"], json.loads(state["curve"])
 
@@ -149,7 +155,7 @@ class Run:
         state = {
             "identity": json.dumps(identity(self.settings, self.corpus)),
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.training.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
             "step": self.step,
             "seconds": self.seconds,
@@ -168,6 +174,7 @@ class Run:
             "seconds": self.seconds,
             "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
             "torch": torch.__version__,
+            "captured": self.training.captured,
             "curve": self.curve,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -184,13 +191,3 @@ class Run:
                 "take the same, or another --out."
             )
         return True
-
-
-def _adamw(model: StudyModel, settings: Settings) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)

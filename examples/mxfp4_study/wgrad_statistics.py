@@ -57,6 +57,15 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
         writer.writerows(rows)
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """What `write` wrote."""
+    with path.open(newline="") as file:
+        return [
+            {key: value if key == "linear" else float(value) for key, value in row.items()}
+            for row in csv.DictReader(file)
+        ]
+
+
 def _error(stabiliser: str, x: Tensor, dy: Tensor, seed: int) -> float:
     value = precision("fprop+dgrad+wgrad", stabiliser, "wgrad")
     plan = TurboConfig.from_dict({"precision": value, "signs_seed": seed}).plan("linear")

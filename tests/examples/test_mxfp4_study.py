@@ -82,7 +82,7 @@ def test_a_run_in_pieces_gives_the_bits_of_a_run_in_one(
         monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda ticks=ticks: float(next(ticks))))
         run = train.Run(_cell(name), seed, _settings(), text, tmp_path / "pieces", "cpu")
         pieces += 1
-        if run.advance(3.5, lambda _: None):  # a few steps' worth of ticks
+        if run.advance(2.5, lambda _: None):  # one stretch between validations, of 1 tick
             break
         assert run.step < 6
         assert not run.finished
