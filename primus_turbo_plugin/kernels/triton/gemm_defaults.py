@@ -172,21 +172,26 @@ def _shared(key: GemmKey, config: GemmConfig) -> GemmConfig:
 
 
 def considered(key: GemmKey) -> list[GemmConfig]:
-    """Everything a tuner should look at for a product, whether or not it can serve it."""
+    """What a tuner should look at for a product, whether or not it can serve it: the default, what is nearest to it, the rest.
+
+    So a search that is cut short (`--max-candidates`) has seen the likely ones.
+    """
     base = default_config(key)
     families = [base, *_preferred(key), *_portable(key)]
     tiles = [(256, 128), (128, 256), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64)]
     if key.capabilities.vendor == "amd":
         tiles = [(256, 256), *tiles]
     found = [base]
+    found += [replace(base, group_m=group_m) for group_m in (4, 16)]
+    found += [replace(base, block_m=base.block_n, block_n=base.block_m)]
+    found += [replace(base, persistent=not base.persistent)]
+    found += [replace(base, epilogue_parts=parts) for parts in (1, 2, 4)]
+    found += [replace(base, num_stages=max(base.num_stages + step, 2)) for step in (-1, 1)]
     for family in dict.fromkeys((c.loads, c.units, c.decode) for c in families):
         like = next(c for c in families if (c.loads, c.units, c.decode) == family)
         for (block_m, block_n), num_warps, num_stages in product(tiles, (4, 8), (2, 3, 4)):
             tile = {"block_m": block_m, "block_n": block_n, "num_warps": num_warps, "num_stages": num_stages}
             found.append(replace(like, split_k=1, **tile))  # type: ignore[arg-type]
-    found += [replace(base, group_m=group_m) for group_m in (4, 16)]
-    found += [replace(base, epilogue_parts=parts) for parts in (1, 2, 4)]
-    found += [replace(base, persistent=not base.persistent)]
     found += [replace(base, split_k=shares, loads="pointers", persistent=False) for shares in (2, 4, 8)]
     return list(dict.fromkeys(found))
 

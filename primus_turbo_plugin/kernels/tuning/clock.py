@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 
 _MIN_CALLS = 6
+_GRAPH_US = 4000.0
+"""A graph of fewer calls is long enough, once it takes so many microseconds: launch gaps no longer count."""
 _CACHE_EXCEEDING_BYTES = 1 << 29
 
 
@@ -52,10 +54,7 @@ class Stopwatch:
 
     def __init__(self, function: Callable[[int], object], num_sets: int) -> None:
         self._function, self._num_sets = function, num_sets
-        for index in range(num_sets):
-            function(index)
-        torch.cuda.synchronize()
-        self._calls = num_sets * max(1, -(-_MIN_CALLS // num_sets))
+        self._calls = num_sets * max(1, -(-self._least_calls() // num_sets))
         self._graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         self._kept: list[object] = []  # outputs stay, so that they rotate as well, up to a limit
         try:
@@ -67,6 +66,18 @@ class Stopwatch:
         except RuntimeError:
             torch.cuda.synchronize()
             self._graph, self._kept = None, []
+
+    def _least_calls(self) -> int:
+        """Calls of a graph, from the time of warm ones."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._function(0)
+        start.record()
+        for index in range(self._num_sets):
+            self._function(index)
+        end.record()
+        torch.cuda.synchronize()
+        us = max(1e3 * start.elapsed_time(end) / self._num_sets, 1.0)
+        return max(1, min(_MIN_CALLS, round(_GRAPH_US / us)))
 
     @property
     def is_graph(self) -> bool:

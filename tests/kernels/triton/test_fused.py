@@ -18,7 +18,7 @@ PAIRS = [
     (QuantSpec(format="mxfp4"), QuantSpec(format="mxfp4", hadamard=16)),
     (QuantSpec(format="mxfp8"), QuantSpec(format="fp8", block="1x128")),
 ]
-SHAPES = [(256, 4096), (100, 264), (33, 8), (300, 5120)]
+SHAPES = [(256, 4096), (100, 264), (33, 8), (300, 5120), (129, 14336)]
 each_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " | ".join(map(str, pair)))
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 

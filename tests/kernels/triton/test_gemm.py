@@ -175,6 +175,22 @@ def test_a_product_like_an_earlier_one_reads_its_own_tensors(config, rng) -> Non
 
 
 @needs_gpu
+@pytest.mark.parametrize("specs", [(None, None), SPECS[0], SPECS[4]], ids=lambda specs: " x ".join(map(str, specs)))
+@pytest.mark.parametrize(
+    "shape", [(1024, 1024, 4096), (512, 4096, 4096), (64, 4096, 4096), (256, 256, 16384), (4096, 128, 4096)], ids=str
+)
+def test_small_products_by_default(shape, specs, rng) -> None:
+    """Their defaults have smaller tiles, or share the contraction; twice, since later calls are launched another way."""
+    m, n, k = shape
+    a, b = _operand(specs[0], m, k, rng), _operand(specs[1], n, k, rng)
+    want = _product(a, b)
+    first = turbo.gemm_nt(a, b, out_dtype=torch.float32)
+    assert _worst_tile_db(first, want) > SNR_DB
+    assert torch.equal(turbo.gemm_nt(a, b, out_dtype=torch.float32), first)
+    assert _worst_tile_db(turbo.gemm_nt(a, b, out_dtype=torch.bfloat16), want) > SNR_DB
+
+
+@needs_gpu
 @each_config
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn", "tt"])
 @pytest.mark.parametrize("shape", [(1, 17, 200), (130, 264, 72), (17, 1, 33), (200, 136, 8), (129, 33, 200)], ids=str)

@@ -120,6 +120,32 @@ def test_sizes_that_fit_no_tile(shape, rng) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("shape", [(1000, 1544), (4096, 512)], ids=str)
+def test_scales_that_span_an_axis_meet_from_all_programs(shape, rng) -> None:
+    """Maxima of rows and columns come together by atomics from programs of 128 rows by 512 columns."""
+    x = _values(*shape, torch.bfloat16, rng)
+    x[-1, : shape[1] // 2] *= -1
+    rowwise = QuantSpec(format="fp8", block="rowwise")
+    for pair in ((rowwise, rowwise), (rowwise, QuantSpec(format="fp8", element="e5m2")), (None, rowwise)):
+        _compare(x, pair)
+
+
+@needs_gpu
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("block", ["tensorwise", "rowwise", "1x128", "128x128"])
+def test_negative_numbers_that_round_to_zero_keep_their_sign(block, element, rng) -> None:
+    """As the code 0x80, and -0 itself as well."""
+    x = torch.randn(256, 256, generator=rng).bfloat16().cuda()
+    x[:, 1::2] = -(2.0**-40)
+    x[::3, ::5] = -0.0
+    spec = QuantSpec(format="fp8", block=block, element=element)
+    row, _ = turbo.quantize_both(x, spec, None)
+    assert row is not None
+    assert (row.data[:, 1::2] == 0x80).all()
+    _compare(x, (spec, spec))
+
+
+@needs_gpu
 @pytest.mark.parametrize("rule", RULES)
 def test_every_finite_bf16_value_rounds_as_the_reference_rounds_it(rule, rng) -> None:
     """All 65,280 of them, in random company, so that every value meets many scales."""
