@@ -11,22 +11,19 @@ docs/mxfp4-study.md says what came out.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import math
-import multiprocessing
-import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from examples.mxfp4_study import corpus, grid, results, wgrad_statistics
+from examples.mxfp4_study import grid, results, wgrad_statistics
 from examples.mxfp4_study.model import ModelSize
-from examples.mxfp4_study.train import Run, Settings
+from examples.mxfp4_study.runs import Plan, train_all
+from examples.mxfp4_study.train import Settings
 from primus_turbo_plugin.errors import ConfigError, TurboError
 
 _SIZES: dict[str, dict[str, int]] = {
@@ -102,86 +99,28 @@ def main(argv: list[str]) -> int:
     if options.report:
         _report(options.out)
         return 0
-    deadline = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
     settings = settings_of(options)
-    text = _text(options)
+    plan = Plan(
+        settings=settings,
+        characters=options.characters or _CHARACTERS.get(options.preset, 1 << 40),
+        out=options.out,
+        device=options.device,
+        deadline=time.monotonic() + 60 * options.minutes if options.minutes else math.inf,
+        capture=not options.eager,
+        whole_runs=options.whole_runs,
+        measured_seed=options.seeds[0],
+    )
+    text = plan.text()
     print(
         f"{settings.size.parameters / 1e6:.1f} M parameters, "
         f"{settings.steps * settings.tokens_per_step / 1e6:.1f} M tokens a run, "
         f"{len(text.train) / 1e6:.1f} M in the text ({text.digest}), {len(chosen)} cells x {len(options.seeds)} seeds",
         flush=True,
     )
-    left = _train([(cell, seed) for seed in options.seeds for cell in chosen], settings, text, options, deadline)
+    left = train_all([(cell, seed) for seed in options.seeds for cell in chosen], plan, workers=options.workers)
     _report(options.out)
     print(f"{left} runs left; the same command continues" if left else "every run has ended")
     return 0
-
-
-def _text(options: argparse.Namespace) -> corpus.Corpus:
-    characters = options.characters or _CHARACTERS.get(options.preset, 1 << 40)
-    return corpus.load(options.out, vocab=_SIZES[options.preset]["vocab"], max_characters=characters)
-
-
-def _train(
-    pairs: list[tuple[grid.Cell, int]],
-    settings: Settings,
-    text: corpus.Corpus,
-    options: argparse.Namespace,
-    deadline: float,
-) -> int:
-    """Seed by seed, so that an early stop leaves whole comparisons; returns how many runs have not ended."""
-    todo = [
-        (cell, seed)
-        for cell, seed in pairs
-        if not Run(cell, seed, settings, text, options.out, options.device).finished
-    ]
-    if options.workers == 1:
-        _prepare(options.device)
-        ended = [_advance(cell, seed, settings, options, deadline) for cell, seed in todo]
-    else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(
-            options.workers, mp_context=context, initializer=_prepare, initargs=(options.device,)
-        ) as pool:
-            futures = [pool.submit(_advance, cell, seed, settings, options, deadline) for cell, seed in todo]
-            ended = [future.result() for future in futures]
-    return ended.count(False)
-
-
-def _prepare(device: str) -> None:
-    """Makes every operation of this process give the same bits in each run: attention's backward does not by itself."""
-    if device == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-
-
-_longest = [0.0]
-"""Seconds of the longest run of this process."""
-
-
-def _advance(cell: grid.Cell, seed: int, settings: Settings, options: argparse.Namespace, deadline: float) -> bool:
-    """One run, as far as the deadline lets it; whether it has ended."""
-    start = time.monotonic()
-    if start + (1.05 * _longest[0] if options.whole_runs else 0.0) > deadline:
-        return False
-    run = Run(cell, seed, settings, _text(options), options.out, options.device, capture=not options.eager)
-    if not run.advance(deadline, lambda line: print(line, flush=True)):
-        return False
-    if cell.name == "bf16" and seed == options.seeds[0]:
-        _measure(run, settings, options)
-    del run
-    gc.collect()
-    torch.cuda.empty_cache()
-    _longest[0] = max(_longest[0], time.monotonic() - start)
-    print(f"{cell.name} seed {seed}: ended after {time.monotonic() - start:.0f} s", flush=True)
-    return True
-
-
-def _measure(run: Run, settings: Settings, options: argparse.Namespace) -> None:
-    rows = corpus.batch(run.corpus.validation, seed=0, step=0, sequences=min(4, settings.batch), seq=settings.size.seq)
-    tokens = torch.from_numpy(rows).to(options.device)
-    wgrad_statistics.write(wgrad_statistics.measure(run.model, tokens, run.seed), options.out / "wgrad.csv")
 
 
 def _report(out: Path) -> None:
