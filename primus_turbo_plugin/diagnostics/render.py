@@ -92,7 +92,8 @@ def serving_rows(report: Report) -> list[tuple[str, str, str]]:
     for item in report.served:
         reasons = "; ".join(f"{name} {reason}" for name, reason in item.refusals) if item.backend is None else ""
         mark = " [emulated]" if item.emulated else ""
-        rows.append((item.op, item.backend or "NOBODY", item.request + mark + (f" ({reasons})" if reasons else "")))
+        said = reasons or item.note
+        rows.append((item.op, item.backend or "NOBODY", item.request + mark + (f" ({said})" if said else "")))
     return rows
 
 

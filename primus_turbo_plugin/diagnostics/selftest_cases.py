@@ -2,6 +2,7 @@
 
 quantize   codes and scales equal the reference's on the CPU, bit for bit
 fused_quantize  the same for an op fused with a quantisation
+grouped_quantize, grouped_gemm  the same as these two for experts
 gemm_nt    inputs on the format's grid, whose sums are exact in fp32: equal to float64, bit for bit
 norm       float64 formula; bf16 results within one rounding, 2^-8 relative, of fp32-accurate ones
 attention  float64 softmax and its autograd gradients; bf16 tensors, so SNR of at least 40 dB
@@ -18,11 +19,19 @@ import torch
 from torch import Tensor
 
 from primus_turbo_plugin.diagnostics.selftest_fused import fused_cases
+from primus_turbo_plugin.diagnostics.selftest_grouped import grouped_gemm_cases, grouped_quantize_cases
 from primus_turbo_plugin.kernels.attention import AttentionMask, AttentionOptions, AttentionRequest, Dropout, Packing
 from primus_turbo_plugin.kernels.attention_dropout import keep_mask
 from primus_turbo_plugin.kernels.norm import NormRequest
 from primus_turbo_plugin.kernels.reference import quantize as reference_quantize
-from primus_turbo_plugin.kernels.requests import FusedQuantizeRequest, GemmRequest, QuantizeRequest, Request
+from primus_turbo_plugin.kernels.requests import (
+    FusedQuantizeRequest,
+    GemmRequest,
+    GroupedGemmRequest,
+    GroupedQuantizeRequest,
+    QuantizeRequest,
+    Request,
+)
 from primus_turbo_plugin.precision.formats import Format, ScaleRule
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
@@ -281,6 +290,8 @@ CASES: dict[str, Callable[[str], Iterator[Case]]] = {
     QuantizeRequest.op: quantize_cases,
     FusedQuantizeRequest.op: fused_cases,
     GemmRequest.op: gemm_cases,
+    GroupedQuantizeRequest.op: grouped_quantize_cases,
+    GroupedGemmRequest.op: grouped_gemm_cases,
     NormRequest.op: norm_cases,
     AttentionRequest.op: attention_cases,
 }

@@ -29,6 +29,7 @@ class Served:
         backend: None where nobody does.
         emulated: Why a quantised GEMM runs without units for its format; None where it has them, or needs none.
         refusals: (backend, reason) of those that come first in the order and refused.
+        note: The backend's own: what it costs beside.
     """
 
     op: str
@@ -37,6 +38,7 @@ class Served:
     backend: str | None
     emulated: str | None
     refusals: tuple[tuple[str, str], ...]
+    note: str = ""
 
 
 def gemm_formats(request: Request) -> tuple[str, ...]:
@@ -68,6 +70,7 @@ def describe(choice: Choice, device: Device) -> Served:
         backend=choice.backend.name if choice.backend else None,
         emulated=emulation(device, formats, choice.backend) if choice.backend else None,
         refusals=tuple(choice.refusals.items()),
+        note=choice.backend.note if choice.backend else "",
     )
 
 

@@ -37,6 +37,9 @@ _BACKEND_MODULES = (
     "primus_turbo_plugin.kernels.reference.norm",
     "primus_turbo_plugin.kernels.triton.attention",
     "primus_turbo_plugin.kernels.reference.attention",
+    "primus_turbo_plugin.kernels.per_expert",
+    "primus_turbo_plugin.kernels.reference.grouped_gemm",
+    "primus_turbo_plugin.kernels.reference.grouped_quantize",
 )
 """Modules that define `BACKEND`, best first: this is the order in which a request without an order is offered."""
 
@@ -58,6 +61,7 @@ class Backend(Generic[RequestT]):
             them. Everything else is decoded first, which the report calls emulation.
         scale_layout: Layout in which a GEMM reads MX scales without a pass over them; it takes every other one too.
         tune: Gives `kernels` that take their configurations from a tuning table; None where there is nothing to tune.
+        note: What the report says beside the name: a price of every call that the name does not tell.
     """
 
     name: str
@@ -67,6 +71,7 @@ class Backend(Generic[RequestT]):
     matrix_units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scale_layout: Callable[[RequestT], ScaleLayout] = _plain_scales
     tune: Callable[[TuningTable], Any] | None = None
+    note: str = ""
 
     @property
     def op(self) -> str:

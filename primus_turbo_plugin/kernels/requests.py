@@ -160,5 +160,84 @@ class GemmRequest(Request):
         return f"gemm_nt {a} x {b} -> {_short(self.out_dtype)}{accumulate} on {self.device}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedQuantizeRequest(Request):
+    """Quantise x `[T, features]`, rows sorted by expert, so that no scale, block or rotation spans two experts.
+
+    Attributes:
+        dtype: dtype of x.
+        row_spec: Spec of the copy with contraction along features, or None.
+        col_spec: Spec of the columnwise copy, contraction along an expert's tokens, or None.
+    """
+
+    op: ClassVar[str] = "grouped_quantize"
+    functions: ClassVar[tuple[str, ...]] = ("grouped_quantize",)
+
+    dtype: torch.dtype
+    row_spec: QuantSpec | None = None
+    col_spec: QuantSpec | None = None
+
+    @classmethod
+    def examples(cls, device: str) -> tuple[Request, ...]:
+        rotated = QuantSpec(format=Format.MXFP4, hadamard=16)
+        formats = [QuantSpec(format=name) for name in (Format.MXFP4, Format.MXFP8, Format.FP8)]
+        pairs = [(formats[0], rotated), (formats[1], formats[1]), (formats[2], formats[2])]
+        return tuple(cls(device=device, dtype=torch.bfloat16, row_spec=row, col_spec=col) for row, col in pairs)
+
+    def __str__(self) -> str:
+        specs = [f"rows {self.row_spec}"] if self.row_spec else []
+        specs += [f"columns {self.col_spec}"] if self.col_spec else []
+        return f"grouped_quantize {_short(self.dtype)} on {self.device}: {', '.join(specs)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedGemmRequest(Request):
+    """A product for every expert, with fp32 accumulation, in one call.
+
+    Attributes:
+        kind: `rows`: y[rows of g] = a[rows of g] @ b[g].T, the fprop and dgrad of experts; `depth`:
+            out[g] = a[:, rows of g] @ b[:, rows of g].T, their wgrad.
+        a: dtype of a plain operand, or spec of a quantised one (`kernels/grouped_operands.py`).
+        b: As `a`.
+        out_dtype: dtype of the result.
+        accumulate: Whether the product is added to an existing fp32 output; `depth` only.
+    """
+
+    op: ClassVar[str] = "grouped_gemm"
+    functions: ClassVar[tuple[str, ...]] = ("grouped_gemm_nt", "grouped_gemm_depth")
+
+    kind: Literal["rows", "depth"]
+    a: torch.dtype | QuantSpec
+    b: torch.dtype | QuantSpec
+    out_dtype: torch.dtype
+    accumulate: bool = False
+
+    @classmethod
+    def examples(cls, device: str) -> tuple[Request, ...]:
+        kinds: list[torch.dtype | QuantSpec] = [torch.bfloat16]
+        kinds += [QuantSpec(format=name) for name in (Format.MXFP4, Format.MXFP8)]
+        pairs: list[tuple[Literal["rows", "depth"], torch.dtype | QuantSpec]] = [("rows", kind) for kind in kinds]
+        pairs += [("rows", QuantSpec(format=Format.FP8, block="rowwise"))]
+        pairs += [("depth", kind) for kind in kinds]
+        pairs += [("depth", QuantSpec(format=Format.FP8, block="1x128"))]
+        return tuple(
+            cls(device=device, kind=kind, a=operand, b=operand, out_dtype=torch.bfloat16) for kind, operand in pairs
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Neither operand is quantised."""
+        return isinstance(self.a, torch.dtype) and isinstance(self.b, torch.dtype)
+
+    def dense(self) -> GemmRequest:
+        """One expert's product."""
+        return GemmRequest(device=self.device, a=self.a, b=self.b, out_dtype=self.out_dtype, accumulate=self.accumulate)
+
+    def __str__(self) -> str:
+        a, b = (_short(kind) if isinstance(kind, torch.dtype) else str(kind) for kind in (self.a, self.b))
+        accumulate = " (accumulating)" if self.accumulate else ""
+        return f"grouped_gemm of {self.kind} {a} x {b} -> {_short(self.out_dtype)}{accumulate} on {self.device}"
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
