@@ -37,8 +37,6 @@ class MegatronFacts:
         cp_comm_type_list_is_shifted: A list of `cp_comm_type` is indexed by the layer number from 1, so that each layer gets
             its successor's entry and the last one fails. Delete when 0.17 is the oldest.
         hybrid_package: Where the hybrid stack lives: `ssm.mamba_block`, then `models.hybrid`. Delete when 0.18 is the oldest.
-        mla_resolves_qk_norm: MLA asks `config.transformer_impl`'s own backend which norms it may build, and with
-            `q_lora_rank=None` cannot build the norm of a third party. Needed until upstream asks the spec's backend.
     """
 
     version: Version
@@ -46,7 +44,6 @@ class MegatronFacts:
     mtp_inner_slot: str
     cp_comm_type_list_is_shifted: bool
     hybrid_package: str
-    mla_resolves_qk_norm: bool
 
 
 def facts_of(version: Version) -> MegatronFacts:
@@ -73,7 +70,6 @@ def facts_of(version: Version) -> MegatronFacts:
         mtp_inner_slot="transformer_layer" if minor < (0, 17) else "mtp_model_layer",
         cp_comm_type_list_is_shifted=minor < (0, 17),
         hybrid_package="ssm.mamba_block" if minor < (0, 18) else "models.hybrid.hybrid_block",
-        mla_resolves_qk_norm=minor >= (0, 19),
     )
 
 

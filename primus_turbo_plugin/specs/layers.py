@@ -9,11 +9,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_bac
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
+from primus_turbo_plugin.modules.latent_attention import TurboMLASelfAttention
 from primus_turbo_plugin.specs.checkpoint import FUSED_NAMES, CheckpointKeys, TurboTransformerLayer
 from primus_turbo_plugin.specs.provider import TurboSpecProvider
 
@@ -93,7 +94,7 @@ def attention_spec(config: Any, provider: TurboSpecProvider) -> ModuleSpec:
 
 def mla_spec(config: Any, provider: TurboSpecProvider) -> ModuleSpec:
     """Multi-latent attention. The norms of the latents stay modules of their own: Megatron 0.19 builds a fused one only
-    from its own backends; their keys are written as Transformer Engine's fused ones.
+    from its own backends; their keys are written as Transformer Engine's fused ones. Without `q_lora_rank` queries have none.
     """
     latent_norm = layer_norm(config, provider, for_qk=True) if config.qk_layernorm else IdentityOp
     if config.q_lora_rank is None:
@@ -105,7 +106,7 @@ def mla_spec(config: Any, provider: TurboSpecProvider) -> ModuleSpec:
             "q_layernorm": latent_norm,
         }
     return ModuleSpec(
-        module=MLASelfAttention,
+        module=TurboMLASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             **query,

@@ -128,13 +128,6 @@ def _refused_by_circumstance(config: Any, turbo: TurboConfig) -> Iterator[Reason
             "cp_comm_type",
             "megatron-core 0.16 hands each layer its neighbour's entry. Give one type, or update Megatron.",
         )
-    if (
-        facts.mla_resolves_qk_norm
-        and config.multi_latent_attention
-        and config.qk_layernorm
-        and config.q_lora_rank is None
-    ):
-        yield "q_lora_rank", "None with qk_layernorm: this Megatron cannot build a norm for it. Set --q-lora-rank."
     if turbo.attention == "megatron":
         remedy = (
             "Megatron's own core attention cannot do it. Set 'attention: turbo' or 'attention: transformer_engine'."

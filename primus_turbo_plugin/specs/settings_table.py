@@ -181,7 +181,7 @@ CONDITIONAL: Mapping[str, str] = {
     "behind them, since Megatron can do this only with norms that stand alone. layernorm, mla_up_proj and moe_act are refused "
     "without Transformer Engine, whose functions Megatron calls for them",
     "recompute_granularity": "honoured; see `fp8`",
-    "q_lora_rank": "honoured; None together with `qk_layernorm` is refused on 0.19, which cannot build that norm",
+    "q_lora_rank": "honoured; without it queries have no norm, also with `qk_layernorm`",
     "fp32_residual_connection": "refused with 'linear: turbo' or megatron under bf16 or fp16 without autocast: norms would "
     "hand fp32 to weights of another dtype",
     "mtp_num_layers": "honoured through `gpt_mtp_spec`; refused with the --spec flag, which Megatron-LM ignores for MTP",

@@ -122,6 +122,14 @@ def test_multi_latent_attention_matches_local(rank_info: RankInfo, tensor: int) 
 
 
 @ranks(world_size=2, megatron=True)
+def test_uncompressed_queries_with_a_norm_on_the_latent_match_megatrons_linears(rank_info: RankInfo) -> None:
+    """DeepSeek-V2-Lite's attention, which Megatron 0.19's local spec cannot build: the reference has its linears only."""
+    model = {**MLA, "q_lora_rank": None, "qk_layernorm": True}
+    job = Job(model=model, tensor=2, sequence_parallel=True, steps=4, seed=rank_info.seed)
+    same_training(job, turbo={"linear": "megatron"})
+
+
+@ranks(world_size=2, megatron=True)
 def test_multi_token_prediction_matches_local(rank_info: RankInfo) -> None:
     model = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
     for layout in [{}, {"pipeline": 2}, {"tensor": 2}]:

@@ -106,6 +106,16 @@ def test_mla_has_only_the_query_projections_it_uses(monkeypatch: pytest.MonkeyPa
     assert [path.rpartition(".")[2] for path in without if "_q_" in path] == ["linear_q_proj"]
 
 
+@pytest.mark.parametrize("q_lora_rank", [32, None])
+def test_latents_have_norms_and_uncompressed_queries_none(
+    q_lora_rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.core.transformer.multi_latent_attention.HAVE_TE", False)
+    paths = gpt_module_paths(config(num_layers=1, **{**MLA, "q_lora_rank": q_lora_rank, "qk_layernorm": True}))
+    norms = {path.rpartition(".")[2] for path in paths if ".self_attention." in path and "norm" in path}
+    assert norms == ({"q_layernorm", "kv_layernorm"} if q_lora_rank else {"kv_layernorm"})
+
+
 def test_layers_get_plans_of_their_own_number() -> None:
     turbo = TurboConfig.from_dict({"precision": "mxfp4", "bf16_first_layers": 1, "modules": {"*.2.mlp.*": "mxfp8"}})
     plans = {plan.path: plan for plan in GptSpecs(config(), turbo, None).linear_plans()}

@@ -44,7 +44,6 @@ def test_facts_change_where_the_docstring_says() -> None:
     assert [f.hybrid_package for f in by_release.values()] == ["ssm.mamba_block"] * 2 + [
         "models.hybrid.hybrid_block"
     ] * 2
-    assert [f.mla_resolves_qk_norm for f in by_release.values()] == [False, False, False, True]
 
 
 def test_facts_hold_in_the_installed_release() -> None:
@@ -52,15 +51,13 @@ def test_facts_hold_in_the_installed_release() -> None:
     import inspect
 
     from megatron.core.models import backends
-    from megatron.core.transformer import multi_latent_attention, multi_token_prediction
+    from megatron.core.transformer import multi_token_prediction
 
     facts = compat.facts()
     slots = multi_token_prediction.MultiTokenPredictionLayerSubmodules.__dataclass_fields__
     assert facts.mtp_inner_slot in slots
     experts = backends.LocalSpecProvider().grouped_mlp_modules
     assert facts.experts_are_a_pair == (len(inspect.signature(experts).parameters) == 2)
-    source = inspect.getsource(multi_latent_attention.MLASelfAttention)
-    assert facts.mla_resolves_qk_norm == ("_resolve_qk_norm_config" in source)
     stack, submodules = compat.hybrid_classes()
     assert "attention_layer" in submodules.__dataclass_fields__
     assert issubclass(stack, object)

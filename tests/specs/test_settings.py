@@ -303,12 +303,6 @@ def test_inference_implementation_is_refused() -> None:
         resolve(with_settings(transformer_impl="inference_optimized"))
 
 
-def test_norm_that_megatron_cannot_build_for_mla_is_refused() -> None:
-    cfg = config(**{**MLA, "q_lora_rank": None, "qk_layernorm": True})
-    reasons = _reasons(cfg)
-    assert ("q_lora_rank" in reasons) == compat.facts().mla_resolves_qk_norm
-
-
 def test_mla_of_016_without_transformer_engine_is_refused() -> None:
     from megatron.core.transformer import multi_latent_attention
 
