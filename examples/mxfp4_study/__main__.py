@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from examples.mxfp4_study import grid, results, wgrad_statistics
+from examples.mxfp4_study import grid, pictures, results, wgrad_statistics
 from examples.mxfp4_study.model import ModelSize
 from examples.mxfp4_study.runs import Plan, train_all
 from examples.mxfp4_study.train import Settings
@@ -130,15 +130,16 @@ def _report(out: Path) -> None:
     if not rows:
         return
     results.write_csv(rows, out / "results.csv")
-    (out / "results.md").write_text(results.markdown(rows))
-    print(results.markdown(rows))
+    tables = results.markdown(rows) + "\n" + results.contrasts_markdown(results.contrasts(runs))
+    (out / "results.md").write_text(tables)
+    print(tables)
     if importlib.util.find_spec("matplotlib") is None:
         print("no pictures: matplotlib is not installed here; --report draws them where it is")
         return
-    results.draw_gaps(runs, out / "loss_gap.png")
+    pictures.draw_gaps(runs, out / "loss_gap.png")
     statistics = out / "wgrad.csv"
     if statistics.exists():
-        results.draw_statistics(wgrad_statistics.read(statistics), out / "wgrad_error.png", out / "outliers.png")
+        pictures.draw_statistics(wgrad_statistics.read(statistics), out / "wgrad_error.png", out / "outliers.png")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""From the curves of finished runs to the study's table, with confidence intervals over seeds, and its pictures.
+"""From the curves of finished runs to the study's tables, with confidence intervals over seeds.
 
 gap        validation loss of the cell minus that of BF16 with the same seed, at the end: paired, as both saw the same batches
 extra      tokens the cell needs to reach the loss that BF16 has at 60 % of the run (before the rate falls), over BF16's, minus 1
+spike      a step after the warm-up whose training loss exceeds the median of the 50 before it by more than 8 of their standard
+           deviations (from the median absolute deviation): the batch was hard, or the run jumped
+contrast   difference of two cells with the same seed, at the end; resolved if its interval leaves out zero
 interval   mean +- t(97.5 %, seeds - 1) * standard deviation / sqrt(seeds); none with a single seed
 """
 
@@ -16,18 +19,45 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from primus_turbo_plugin.errors import ConfigError
+
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """97.5 % quantile of Student's t with 1, 2, ... degrees of freedom; 1.96 beyond."""
 _TARGET = 0.6
+_SPIKE_WINDOW, _SPIKE_DEVIATIONS = 50, 8.0
+_FULL = "fprop+dgrad+wgrad"
+CONTRASTS = (
+    ("dgrad in MXFP4", "fprop+dgrad.none.wgrad", "fprop.none.wgrad"),
+    ("wgrad in MXFP4, no stabiliser", f"{_FULL}.none.wgrad", "fprop+dgrad.none.wgrad"),
+    ("wgrad in MXFP4, H16", f"{_FULL}.h16.wgrad", "fprop+dgrad.none.wgrad"),
+    ("H16 against none", f"{_FULL}.h16.wgrad", f"{_FULL}.none.wgrad"),
+    ("H32 against H16", f"{_FULL}.h32.wgrad", f"{_FULL}.h16.wgrad"),
+    ("random signs against none in front of H16", f"{_FULL}.rh16.wgrad", f"{_FULL}.h16.wgrad"),
+    ("stochastic rounding against none", f"{_FULL}.sr.wgrad", f"{_FULL}.none.wgrad"),
+)
+"""What, cell, less which cell."""
 Runs = dict[str, dict[int, dict[str, Any]]]
 """Cell -> seed -> what `train.Run` wrote."""
 
 
 def load(out: Path) -> Runs:
-    """All finished runs below a study's folder."""
+    """All finished runs below a study's folder.
+
+    Raises:
+        ConfigError: They differ in settings or text.
+    """
     runs: Runs = defaultdict(dict)
+    first: dict[str, Any] = {}
     for path in sorted((out / "runs").glob("*/curve.json")):
         report = json.loads(path.read_text())
+        identity = report["identity"]
+        first = first or identity
+        if identity != first:
+            different = sorted(key for key in identity | first if identity.get(key) != first.get(key))
+            raise ConfigError(
+                f"{path}: was made with another {', '.join(different)} than the runs beside it. "
+                "Only runs of the same settings and text are compared: move it to a folder of its own."
+            )
         runs[report["cell"]][report["seed"]] = report
     return dict(runs)
 
@@ -77,6 +107,36 @@ def interval(values: list[float]) -> tuple[float, float]:
     return mean, t * statistics.stdev(values) / math.sqrt(len(values))
 
 
+def gaps(report: dict[str, Any], baseline: dict[str, Any]) -> dict[int, float]:
+    """Step -> validation loss less the baseline's."""
+    base = validation(baseline)
+    return {step: loss - base[step] for step, loss in validation(report).items() if step in base}
+
+
+def spikes(report: dict[str, Any]) -> int:
+    """How many steps after the warm-up stand out of the 50 before them."""
+    losses = [point["train"] for point in report["curve"]]
+    first = max(_SPIKE_WINDOW, round(report["identity"].get("warmup", 0.0) * report["identity"]["steps"]))
+    found = 0
+    for step in range(first, len(losses)):
+        window = losses[step - _SPIKE_WINDOW : step]
+        middle = statistics.median(window)
+        deviation = 1.4826 * statistics.median(abs(loss - middle) for loss in window)
+        found += not losses[step] <= middle + _SPIKE_DEVIATIONS * deviation
+    return found
+
+
+def contrasts(runs: Runs) -> list[dict[str, Any]]:
+    """One row a difference of `CONTRASTS` of which seeds are there."""
+    rows = []
+    for name, cell, other in CONTRASTS:
+        seeds = sorted(set(runs.get(cell, {})) & set(runs.get(other, {})))
+        if seeds:
+            mean, width = interval([final_loss(runs[cell][seed]) - final_loss(runs[other][seed]) for seed in seeds])
+            rows.append({"contrast": name, "seeds": len(seeds), "difference": mean, "ci95": width})
+    return rows
+
+
 def table(runs: Runs) -> list[dict[str, Any]]:
     """One row a cell that shares a seed with BF16."""
     rows = []
@@ -96,6 +156,7 @@ def table(runs: Runs) -> list[dict[str, Any]]:
                 "gap_ci95": gap_width,
                 "extra_tokens": extra,
                 "extra_tokens_ci95": extra_width,
+                "spikes": sum(spikes(report) for report, _ in pairs),
                 "ended_in_nan": sum(math.isinf(final_loss(report)) for report, _ in pairs),
                 "same_as": " ".join(reports[seeds[0]]["same_as"]),
             }
@@ -113,13 +174,30 @@ def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The table as a document has it."""
-    lines = ["| recipe | seeds | validation loss | gap to BF16 | extra tokens |", "|---|---|---|---|---|"]
+    lines = ["| recipe | seeds | validation loss | gap to BF16 | extra tokens | spikes |", "|---|---|---|---|---|---|"]
     for row in rows:
         gap = _with_interval(row["gap"], row["gap_ci95"], "{:+.4f}")
         extra = _with_interval(100 * row["extra_tokens"], 100 * row["extra_tokens_ci95"], "{:+.1f}") + " %"
         if not math.isfinite(row["extra_tokens"]):
             extra = "too short" if math.isnan(row["extra_tokens"]) else "not reached"
-        lines.append(f"| `{row['cell']}` | {row['seeds']} | {row['loss']:.4f} | {gap} | {extra} |")
+        if row["cell"] == "bf16":
+            gap = extra = ""
+        lines.append(f"| `{row['cell']}` | {row['seeds']} | {row['loss']:.4f} | {gap} | {extra} | {row['spikes']} |")
+    return "\n".join(lines) + "\n"
+
+
+def contrasts_markdown(rows: list[dict[str, Any]]) -> str:
+    """The contrasts as a document has them."""
+    lines = ["| what | seeds | difference of validation loss | |", "|---|---|---|---|"]
+    for row in rows:
+        if not math.isfinite(row["difference"]):
+            verdict = "runs ended in NaN"
+        elif row["seeds"] == 1:
+            verdict = "one seed: no interval"
+        else:
+            verdict = "resolved" if abs(row["difference"]) > row["ci95"] else "not resolved"
+        difference = _with_interval(row["difference"], row["ci95"], "{:+.4f}")
+        lines.append(f"| {row['contrast']} | {row['seeds']} | {difference} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 
@@ -131,63 +209,3 @@ def _order() -> list[str]:
     from examples.mxfp4_study.grid import cells
 
     return [cell.name for cell in cells()]
-
-
-def draw_gaps(runs: Runs, picture: Path) -> None:
-    """Validation-loss gap to BF16 of the same seed, over tokens, mean over seeds with their range."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(9, 5.5), dpi=120)
-    for cell, reports in runs.items():
-        seeds = sorted(set(reports) & set(runs["bf16"]))
-        if cell == "bf16" or not seeds:
-            continue
-        curves = [_gap(reports[seed], runs["bf16"][seed]) for seed in seeds]
-        steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-        identity = reports[seeds[0]]["identity"]
-        tokens = [step * identity["batch"] * identity["size"]["seq"] / 1e6 for step in steps]
-        (line,) = axes.plot(tokens, [statistics.fmean(c[s] for c in curves) for s in steps], label=cell, linewidth=1.6)
-        low, high = ([pick(c[s] for c in curves) for s in steps] for pick in (min, max))
-        axes.fill_between(tokens, low, high, color=line.get_color(), alpha=0.12)
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(xlabel="million tokens", ylabel="validation loss minus BF16's (nats a token)", title="Loss gap to BF16")
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(picture)
-    plt.close(figure)
-
-
-def _gap(report: dict[str, Any], baseline: dict[str, Any]) -> dict[int, float]:
-    base = validation(baseline)
-    return {step: loss - base[step] for step, loss in validation(report).items() if step in base}
-
-
-def draw_statistics(rows: list[dict[str, Any]], errors: Path, outliers: Path) -> None:
-    """Wgrad's relative error by linear and stabiliser; crest of the blocks before and after rotation."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(10, 4.5), dpi=120)
-    for key in (key for key in rows[0] if key.startswith("error ")):
-        axes.plot([row[key] for row in rows], ".-", label=key.removeprefix("error "), linewidth=1)
-    axes.set(xlabel="linear, first layer to last", ylabel="relative error of dw", title="Wgrad in MXFP4")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(errors)
-    plt.close(figure)
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), dpi=120)
-    for axes, name in zip(panels, ("x", "dy")):
-        for size in (0, 16, 32):
-            label = f"H{size}" if size else "not rotated"
-            axes.plot([row[f"{name} H{size} crest p99"] for row in rows], ".-", label=label, linewidth=1)
-        axes.set(xlabel="linear, first layer to last", ylabel="amax / rms of a block, 99th percentile", title=name)
-        axes.legend()
-    figure.tight_layout()
-    figure.savefig(outliers)
-    plt.close(figure)
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 pytest.importorskip("tokenizers")
-pytest.importorskip("matplotlib")
 
 from examples.mxfp4_study import __main__ as study
-from examples.mxfp4_study import corpus, grid, results, train, wgrad_statistics
+from examples.mxfp4_study import corpus, grid, results, runs, train, wgrad_statistics
 from examples.mxfp4_study.model import ModelSize, StudyModel
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.precision.config import TurboConfig
@@ -96,6 +95,27 @@ def test_a_run_in_pieces_gives_the_bits_of_a_run_in_one(
         assert torch.equal(value, run.model.state_dict()[key]), key
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch sees none")
+@pytest.mark.parametrize("name", ["bf16", "mxfp8", "fprop+dgrad+wgrad.rh16.all", "fprop+dgrad+wgrad.sr.wgrad"])
+def test_steps_from_a_cuda_graph_give_the_bits_of_steps_without(
+    name: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    text, settings = _text(rng), _settings(steps=8)
+    runs.prepare("cuda")
+    try:
+        trained = []
+        for capture in (False, True):
+            run = train.Run(_cell(name), 3, settings, text, tmp_path / str(capture), "cuda", capture=capture)
+            assert run.advance(math.inf, lambda _: None)
+            assert run.training.captured == (capture and "sr" not in name)
+            trained.append(run)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert trained[0].curve == trained[1].curve
+    for key, value in trained[0].model.state_dict().items():
+        assert torch.equal(value, trained[1].model.state_dict()[key]), key
+
+
 def test_all_cells_of_a_seed_start_alike_and_see_the_same_batches(tmp_path: Path, rng: np.random.Generator) -> None:
     text = _text(rng)
     first = []
@@ -161,6 +181,54 @@ def test_extra_tokens_are_read_off_between_two_evaluations() -> None:
     assert results.final_loss(_report({2: 5.0, 4: 4.0})) == math.inf  # ended before its last step: NaN
 
 
+def test_runs_too_short_to_read_tokens_off_say_so() -> None:
+    base = _report({10: 3.0})
+    assert math.isnan(results.extra_tokens(_report({10: 3.1}), base))
+    row = {"cell": "x", "seeds": 1, "loss": 3.1, "gap": 0.1, "gap_ci95": math.nan, "spikes": 0}
+    assert "too short" in results.markdown([row | {"extra_tokens": math.nan, "extra_tokens_ci95": math.nan}])
+    assert "not reached" in results.markdown([row | {"extra_tokens": math.inf, "extra_tokens_ci95": math.nan}])
+
+
+def test_a_jump_of_the_loss_is_a_spike_and_noise_is_not(rng: np.random.Generator) -> None:
+    losses = 5.0 - 0.002 * np.arange(400) + rng.normal(scale=0.05, size=400).clip(-0.1, 0.1)
+    report = {"identity": {"steps": 400}, "curve": [{"train": float(loss)} for loss in losses]}
+    assert results.spikes(report) == 0
+    for step in rng.choice(np.arange(60, 400), 3, replace=False):
+        report["curve"][step]["train"] += 2.0
+    assert results.spikes(report) == 3
+    report["curve"][-1]["train"] = math.nan
+    assert results.spikes(report) >= 3
+
+
+def test_contrasts_pair_seeds_and_say_what_is_not_resolved() -> None:
+    full = "fprop+dgrad+wgrad"
+    runs = {
+        "fprop+dgrad.none.wgrad": {0: _report({10: 3.0}), 1: _report({10: 4.0})},
+        f"{full}.none.wgrad": {0: _report({10: 3.5}), 1: _report({10: 4.52}), 2: _report({10: 9.0})},
+        f"{full}.h16.wgrad": {0: _report({10: 3.1}), 1: _report({10: 3.9})},
+        f"{full}.h32.wgrad": {0: _report({10: 3.2})},
+        f"{full}.sr.wgrad": {0: _report({5: 3.2})},
+    }
+    rows = {row["contrast"]: row for row in results.contrasts(runs)}
+    assert rows["wgrad in MXFP4, no stabiliser"]["difference"] == pytest.approx(0.51)
+    assert rows["wgrad in MXFP4, no stabiliser"]["ci95"] == pytest.approx(12.706 * 0.01, rel=1e-3)
+    lines = results.contrasts_markdown(list(rows.values())).splitlines()
+    said = {line.split(" | ")[0].strip("| "): line for line in lines}
+    assert said["wgrad in MXFP4, no stabiliser"].endswith("| resolved |")
+    assert said["wgrad in MXFP4, H16"].endswith("| not resolved |")
+    assert said["H32 against H16"].endswith("| one seed: no interval |")
+    assert said["stochastic rounding against none"].endswith("| runs ended in NaN |")
+
+
+def test_runs_of_other_settings_are_not_put_into_one_table(tmp_path: Path) -> None:
+    for name, rate in (("a", 1e-3), ("b", 2e-3)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        report = {"cell": name, "seed": 0, "identity": {"lr": rate}, "curve": []}
+        (tmp_path / "runs" / name / "curve.json").write_text(json.dumps(report))
+    with pytest.raises(ConfigError, match=r"b/curve\.json: was made with another lr .* folder of its own"):
+        results.load(tmp_path)
+
+
 def test_interval_is_students() -> None:
     mean, width = results.interval([1.0, 2.0, 4.0])
     # scipy.stats.t.ppf(0.975, 2) * scipy.stats.sem([1, 2, 4])
@@ -200,6 +268,7 @@ def test_statistics_take_the_gradients_that_wgrad_gets(rng: np.random.Generator)
 def test_one_command_runs_writes_everything_and_has_nothing_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("matplotlib")
     argv = ["--preset", "tiny", "--steps", "4", "--seeds", "0", "1", "--out", str(tmp_path), "--device", "cpu"]
     argv += ["--cells", "bf16,fprop+dgrad+wgrad.h16.wgrad"]
     assert study.main(argv) == 0
@@ -209,6 +278,40 @@ def test_one_command_runs_writes_everything_and_has_nothing_left(
     capsys.readouterr()
     assert study.main(argv) == 0
     assert "step" not in capsys.readouterr().out.replace("1 steps", "")
+
+
+def test_report_draws_what_is_there_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    argv = ["--preset", "tiny", "--steps", "4", "--seeds", "0", "--out", str(tmp_path), "--device", "cpu"]
+    study.main([*argv, "--cells", "bf16"])
+    for name in ("results.md", "wgrad_error.png"):
+        (tmp_path / name).unlink()
+    capsys.readouterr()
+    assert study.main(["--report", "--out", str(tmp_path)]) == 0
+    assert "step" not in capsys.readouterr().out
+    assert (tmp_path / "results.md").exists()
+    assert (tmp_path / "wgrad_error.png").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    argv = ["--preset", "tiny", "--steps", "2", "--seeds", "0", "1", "--cells", "bf16", "--device", "cpu"]
+    for workers in ("1", "2"):
+        out = tmp_path / workers
+        assert study.main([*argv, "--workers", workers, "--out", str(out), "--minutes", "5", "--whole-runs"]) == 0
+    one, two = (results.load(tmp_path / workers)["bf16"] for workers in ("1", "2"))
+    assert all(one[seed]["curve"] == two[seed]["curve"] for seed in (0, 1))
+
+
+def test_no_run_begins_that_the_deadline_would_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--preset", "tiny", "--steps", "2", "--seeds", "0", "1", "--cells", "bf16", "--device", "cpu"]
+    runs._seconds[:] = [1e6]
+    try:
+        assert study.main([*argv, "--out", str(tmp_path), "--minutes", "5", "--whole-runs"]) == 0
+    finally:
+        runs._seconds.clear()
+    assert "2 runs left" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
 
 
 def test_unknown_cells_are_refused_by_name() -> None:
