@@ -3,6 +3,8 @@
 Of one batch through a trained BF16 model: for every linear, x [tokens, in] and dy [tokens, out] as wgrad gets them.
 
     error      |dw_q - dw| / |dw| (Frobenius), dw = dy.T @ x in float64, dw_q of the quantised operands, for each stabiliser
+    quiet      of the half of the tokens with the smallest dy alone: <dw_q, dw> / <dw, dw>, the share of their gradient that gets
+               through; 1 without bias, less where they share blocks with loud tokens and are rounded to zero
     crest      amax / rms of a block of 32 tokens, mean and 99th percentile: how far its largest element stands out
     kurtosis   of all elements; 3 for a Gaussian
 """
@@ -41,7 +43,8 @@ def measure(model: StudyModel, tokens: Tensor, seed: int) -> list[dict[str, Any]
         x, dy = (t[:_TOKENS].bfloat16() for t in taken[0])
         x, dy = (t[: len(t) // 128 * 128] for t in (x, dy))
         row: dict[str, Any] = {"linear": path, "tokens": len(x)}
-        row |= {f"error {name}": _error(name, x, dy, seed) for name in STABILISERS}
+        for name in STABILISERS:
+            row[f"error {name}"], row[f"quiet {name}"] = _error(name, x, dy, seed)
         for name, tensor in (("x", x), ("dy", dy)):
             for size in (0, 16, 32):
                 row |= {f"{name} H{size} {key}": value for key, value in _outliers(tensor, size).items()}
@@ -66,20 +69,27 @@ def read(path: Path) -> list[dict[str, Any]]:
         ]
 
 
-def _error(stabiliser: str, x: Tensor, dy: Tensor, seed: int) -> float:
+def _error(stabiliser: str, x: Tensor, dy: Tensor, seed: int) -> tuple[float, float]:
+    """Relative error of dw, and the share of the quiet tokens' dw that gets through (NaN behind random signs)."""
     value = precision("fprop+dgrad+wgrad", stabiliser, "wgrad")
     plan = TurboConfig.from_dict({"precision": value, "signs_seed": seed}).plan("linear")
     kernels = LinearKernels.select(plan, x.device, x.dtype, wgrad_dtype=torch.float32, accumulate=False)
-    product = None
     columns = []
     for number, (name, tensor) in enumerate((("dy", dy), ("x", x))):
         key = RoundingKey(seed=seed, draw=0, tensor=number, rank=0) if stabiliser == "sr" else None
         _, column = kernels.quantize(name, tensor, None, operand_specs(plan, name)[1], key)
         assert column is not None
         columns.append(column.decode().double())  # [features, tokens], still rotated: both alike, so the product is not
-    product = columns[0] @ columns[1].t()
     exact = dy.double().t() @ x.double()
-    return float((product - exact).norm() / exact.norm())
+    error = float((columns[0] @ columns[1].t() - exact).norm() / exact.norm())
+    if STABILISERS[stabiliser].get("random_signs"):
+        return error, float("nan")
+    if hadamard := STABILISERS[stabiliser].get("hadamard"):
+        columns = [rotate(column.float(), hadamard, dim=1).double() for column in columns]  # H H = 1: back to tokens
+    quiet = dy.float().norm(dim=1).argsort()[: len(dy) // 2]
+    exact = dy[quiet].double().t() @ x[quiet].double()
+    got = columns[0][:, quiet] @ columns[1][:, quiet].t()
+    return error, float((got * exact).sum() / exact.square().sum())
 
 
 def _outliers(tensor: Tensor, hadamard: int) -> dict[str, float]:

@@ -30,6 +30,9 @@ CPU_DEFAULTS: dict[str, Any] = {
     "num_workers": 0,  # the cores are busy with the model, and memory-mapped tokens cost nothing to read
 }
 
+# Megatron 0.19 has none, and divides by it even with --eval-iters 0; its earlier releases' default.
+_EVAL_INTERVAL = 1000
+
 
 def parser_extension(device: str) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
     """What Megatron's parser gets in addition; for `megatron.training`'s `extra_args_provider`."""
@@ -37,6 +40,8 @@ def parser_extension(device: str) -> Callable[[argparse.ArgumentParser], argpars
     def extend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         add_turbo_arguments(parser)
         add_run_arguments(parser)
+        if parser.get_default("eval_interval") is None:
+            parser.set_defaults(eval_interval=_EVAL_INTERVAL)
         if device == "cpu":
             parser.set_defaults(**CPU_DEFAULTS)
         parser.error = lambda message: _refuse(parser, message)  # type: ignore[method-assign]

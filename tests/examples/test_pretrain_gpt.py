@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +145,12 @@ def test_a_truncated_checkpoint_is_refused_and_nothing_is_written(tmp_path: Path
     assert f"{file.name} is truncated" in error
     assert "--ckpt-step (1)" in error
     assert list((tmp_path / "cwd").iterdir()) == []
+
+
+def test_the_command_of_the_documentation_works_as_it_stands(tmp_path: Path) -> None:
+    """Word by word: what it leaves out must have a default."""
+    text = (ROOT / "docs" / "quickstart.md").read_text().replace("\\\n", " ")
+    command = next(line for line in text.splitlines() if line.startswith("python examples/pretrain_gpt.py"))
+    ran = _script(*shlex.split(command)[2:], folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert "validation loss" in ran.stdout
