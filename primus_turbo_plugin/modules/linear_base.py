@@ -38,6 +38,7 @@ class TurboLinearMixin:
         plan: What the module runs.
         path: Its name in messages.
         tp_comm_buffer_name: Megatron's name for layers of this kind: qkv, proj, fc1, fc2.
+        kernel_choice: Who chooses its kernels: `LinearKernels`, or that of grouped linears.
     """
 
     # Of the torch.nn.Module and the Megatron linear it is mixed into.
@@ -47,6 +48,7 @@ class TurboLinearMixin:
     training: bool
     gradient_accumulation_fusion: bool
     tp_comm_buffer_name: str | None = None
+    kernel_choice: Any = LinearKernels
 
     def setup_turbo(
         self, plan: ModulePlan | None, in_features: int, out_features: int, *, split: Literal["in", "out"] | None
@@ -71,7 +73,7 @@ class TurboLinearMixin:
         if getattr(self, "gtp_remat_size", 1) > 1:
             raise UnsupportedError(f"{self.path}: gtp_remat_group: {REFUSED_KEYWORDS['gtp_remat_group']}.")
         self._weight_cache = WeightCache() if self._quantizes_weight else None
-        self._kernels: dict[tuple[Any, ...], LinearKernels] = {}
+        self._kernels: dict[tuple[Any, ...], Any] = {}
         self._wgrad_queue = WgradQueue()
         self._wgrad_hooks: list[Callable[[], None]] = []
         self._first_microbatch = True
@@ -161,13 +163,13 @@ class TurboLinearMixin:
             return x.shape[0] // parallel.size
         return x.shape[0] * (parallel.size if parallel.gathers_input else 1)
 
-    def _select_kernels(self, x: Tensor, weight: Any, *, fused: bool) -> LinearKernels:
+    def _select_kernels(self, x: Tensor, weight: Any, *, fused: bool) -> Any:
         """The kernels for tensors like these, chosen once."""
         dtype = compute_dtype(x)
         dw_dtype, accumulate = wgrad_dtype(weight, fused=fused)
         key = (x.device, dtype, dw_dtype, accumulate)
         if key not in self._kernels:
-            self._kernels[key] = LinearKernels.select(
+            self._kernels[key] = self.kernel_choice.select(
                 self.plan, x.device, dtype, wgrad_dtype=dw_dtype, accumulate=accumulate
             )
         return self._kernels[key]
