@@ -34,13 +34,15 @@ def draw_gaps(runs: Runs, picture: Path) -> None:
 
 
 def draw_statistics(rows: list[dict[str, Any]], errors: Path, outliers: Path) -> None:
-    """Wgrad's relative error by linear and stabiliser; crest of the blocks before and after rotation."""
+    """Wgrad's error and what gets through of the quiet tokens, by stabiliser; crest of the blocks before and after rotation."""
     plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(10, 4.5), dpi=120)
-    for key in (key for key in rows[0] if key.startswith("error ")):
-        axes.plot([row[key] for row in rows], ".-", label=key.removeprefix("error "), linewidth=1)
-    axes.set(xlabel="linear, first layer to last", ylabel="relative error of dw", title="Wgrad in MXFP4")
-    axes.legend()
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), dpi=120)
+    titles = {"error": "relative error of dw", "quiet": "share of the quiet half's dw that gets through"}
+    for axes, (kind, title) in zip(panels, titles.items()):
+        for key in (key for key in rows[0] if key.startswith(f"{kind} ")):
+            axes.plot([row[key] for row in rows], ".-", label=key.removeprefix(f"{kind} "), linewidth=1)
+        axes.set(xlabel="linear, first layer to last", ylabel=title, title="Wgrad in MXFP4")
+        axes.legend()
     figure.tight_layout()
     figure.savefig(errors)
     plt.close(figure)

@@ -243,8 +243,9 @@ def test_outlier_tokens_hurt_unrotated_wgrad_and_h16_repairs_it(rng: np.random.G
     tokens = torch.randperm(1024, generator=generator)[:10]
     x[tokens] *= 30
     dy[tokens] *= 30
-    none, h16 = (wgrad_statistics._error(name, x, dy, seed=0) for name in ("none", "h16"))
+    (none, quiet_none), (h16, quiet_h16) = (wgrad_statistics._error(name, x, dy, seed=0) for name in ("none", "h16"))
     assert h16 < 0.75 * none
+    assert quiet_none < 0.9 < quiet_h16 < 1.1
     crest = [wgrad_statistics._outliers(x, size)["crest p99"] for size in (0, 16)]
     assert crest[1] < crest[0]
 
