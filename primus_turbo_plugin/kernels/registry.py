@@ -31,6 +31,7 @@ _BACKEND_MODULES = (
     "primus_turbo_plugin.kernels.torch_native.gemm_scaled_mx",
     "primus_turbo_plugin.kernels.triton.quantize",
     "primus_turbo_plugin.kernels.triton.fused",
+    "primus_turbo_plugin.kernels.triton.norm",
     "primus_turbo_plugin.kernels.reference.gemm",
     "primus_turbo_plugin.kernels.reference.quantize",
     "primus_turbo_plugin.kernels.reference.fused",
