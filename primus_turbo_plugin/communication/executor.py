@@ -5,93 +5,43 @@ numbers only grow. That is all the synchronisation there is: a rank that has see
 have left call n, so the slot of call n may be written again in call n+2 (`schedules/check.py` proves it for every schedule). It
 holds while the calls of a channel follow each other on one compute stream, each finished before the next starts; gathers and
 scatters therefore have a channel each, and a gathered operand may be read until the next gather but one begins.
+
+Calls that a CUDA graph captures are replayed with the numbers they were captured with. They raise flags of their own from 0 to 1,
+each slot its set, and zero them when the call ends, by when every signal of the call has been waited for. Two slots in turn keep
+apart what follows each other within a capture; since nobody knows what is replayed after what, the first call of a capture and
+every later call outside one begin with a handshake of all ranks, and a gathered operand may be read until the next gather only.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from primus_turbo_plugin.communication.rank_sum import rank_sum
-from primus_turbo_plugin.communication.schedules.check import SLOTS
-from primus_turbo_plugin.communication.schedules.program import (
-    Fork,
-    Gemm,
-    Join,
-    Op,
-    Program,
-    Put,
-    Rows,
-    Signal,
-    Sum,
-    Wait,
-    incoming,
+from primus_turbo_plugin.communication.plan import (
+    Call,
+    Form,
+    Layout,
+    Multiply,
+    Plan,
+    Planes,
+    Step,
+    handshake_steps,
+    make_plan,
 )
-from primus_turbo_plugin.communication.tracing import Span, Tracer
-from primus_turbo_plugin.communication.transports.base import MAX_FLAGS, Arena, Expected, Transport
+from primus_turbo_plugin.communication.schedules.check import SLOTS
+from primus_turbo_plugin.communication.schedules.program import Program
+from primus_turbo_plugin.communication.tracing import Tracer
+from primus_turbo_plugin.communication.transports.base import MAX_FLAGS, Arena, Transport
+from primus_turbo_plugin.errors import UnsupportedError
+
+__all__ = ["Call", "Channel", "Form", "Multiply", "Planes"]
 
 _ALIGNMENT = 256
-
-Planes = Sequence[Tensor]
-"""Tensors whose first dimensions stand for the same rows: codes and scales, or one plain tensor."""
-Multiply = Callable[[list[Tensor], Tensor, Tensor | None], None]
-"""(rows of each plane, rows of the result, rows to add or None): writes the product."""
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What a plane's rows are.
-
-    Attributes:
-        tail: Shape of one row of the plane.
-        dtype: Of its elements.
-        per_row: How many rows of the schedule one row of the plane stands for (32 for scales of 32x32 blocks).
-    """
-
-    tail: tuple[int, ...]
-    dtype: torch.dtype
-    per_row: int = 1
-
-    def rows(self, rows: int) -> int:
-        return -(-rows // self.per_row)
-
-    def row_bytes(self) -> int:
-        return math.prod(self.tail, start=self.dtype.itemsize)
-
-    @classmethod
-    def of(cls, t: Tensor, per_row: int = 1) -> Form:
-        return cls(tuple(t.shape[1:]), t.dtype, per_row)
-
-
-@dataclass(slots=True)
-class Call:
-    """One run of a program.
-
-    Attributes:
-        program: What to do.
-        value: Its sequence number.
-        planes: By buffer, the tensors its rows are of; `slot` is this rank's.
-        forms: Of the planes that travel.
-        input_forms: Of the caller's.
-        offsets: Byte offsets of the slot's planes in the arena of any rank.
-        multiply: The caller's GEMM.
-        label: For traces.
-        span: Of the trace, if one is written.
-    """
-
-    program: Program
-    value: int
-    planes: dict[str, list[Tensor]]
-    forms: tuple[Form, ...]
-    input_forms: tuple[Form, ...]
-    offsets: tuple[int, ...]
-    multiply: Multiply | None
-    label: str
-    span: Span | None = None
+_MOST_PLANS = 512
+_HANDSHAKE = 1 + SLOTS
+"""Sets of flags: 0 counts eager calls, 1 and 2 belong to captured calls of either slot, this one to handshakes."""
 
 
 class Channel:
@@ -106,8 +56,14 @@ class Channel:
         self.transport, self.tracer = transport, tracer
         self._arena: Arena | None = None
         self._slot_bytes = 0
-        self._sequence = 0
+        self._sequence = 0  # of eager calls
+        self._captured = 0  # calls in graphs
+        self._capture = 0  # the last one seen
+        self._kept: list[Arena] = []  # graphs have their addresses
+        self._plans: dict[Hashable, Plan] = {}
+        self._handshake: tuple[Step, ...] = ()
         self._open: Call | None = None
+        self._failed = ""
 
     def start(
         self,
@@ -124,48 +80,43 @@ class Channel:
         """Issues the first half of a program.
 
         Args:
-            programs: Those of all ranks; this rank's is run.
+            programs: Those of all ranks, the same object for the same programs; this rank's is run.
             inputs: The caller's rows, contiguous.
             forms: Of the planes that travel, the same on every rank.
             input_forms: Of the inputs; None if they are what travels.
             multiply: The GEMM, where the program has one.
             partial: Room for products that travel, [partial_rows, ...].
             output: Where the result goes, [output_rows, ...], contiguous.
-            label: For traces.
+            label: For traces and errors.
+
+        Raises:
+            UnsupportedError: An earlier call of this channel did not come to its end; or there is no memory.
         """
-        assert self._open is None, (
-            f"{label}: the channel's last call, {self._open and self._open.label}, is not finished"
-        )
-        program = programs[self.transport.rank]
-        assert program.num_flags <= MAX_FLAGS, (program.num_flags, MAX_FLAGS)
-        arena, offsets = self._place(program, forms)
-        self._sequence += 1
-        offsets = tuple(self._sequence % SLOTS * self._slot_bytes + offset for offset in offsets)
-        slot = [
-            _rows_at(arena.mine, offset, form, program.slot_rows[program.rank]) for form, offset in zip(forms, offsets)
-        ]
+        if self._open is not None or self._failed:
+            raise UnsupportedError(self._unusable(label))
+        span = None if self.tracer is None else self.tracer.begin(label, self.transport)
+        capture = self.transport.capture_id()
+        plan = self._plan(programs, inputs, forms, input_forms or forms, bool(capture), span is not None)
+        if capture:
+            self._captured += 1
+        else:
+            self._sequence += 1
         planes = {
             "input": list(inputs),
-            "slot": slot,
+            "slot": plan.slot,
             "partial": [] if partial is None else [partial],
             "output": [] if output is None else [output],
         }
-        call = Call(program, self._sequence, planes, forms, input_forms or forms, offsets, multiply, label)
-        if self.tracer is not None:
-            call.span = self.tracer.begin(label, self.transport)
-        expected: list[Expected] = []
-        puts: tuple[Put, ...] = ()
-        if not self.transport.capabilities.one_sided:
-            puts = program.puts
-            expected = [
-                Expected(sender, put, tuple(_part(t, put.target, f) for t, f in zip(slot, forms)))
-                for sender, put in incoming(programs, program.rank)
-            ]
-        self.transport.begin(arena, self._sequence, expected, puts)
+        call = Call(plan, 1 if capture else self._sequence, planes, multiply, label, span)  # type: ignore[arg-type]
+        assert self._arena is not None
+        self.transport.begin(self._arena, call.value, plan.exchange, label)
         self._open = call
-        self._run(call, program.start)
-        if call.span is not None and program.finish:
-            call.span.caller_computes()
+        if self._captured and (not capture or capture != self._capture):
+            self._capture = capture
+            self._run(call, self._handshake, value=1)
+        self._run(call, plan.start)
+        if span is not None and plan.program.finish:
+            span.caller_computes()
         return call
 
     def finish(self, call: Call) -> list[Tensor]:
@@ -173,90 +124,92 @@ class Channel:
         assert call is self._open
         assert self._arena is not None
         self.transport.resume(self._arena)
-        if call.span is not None and call.program.finish:
+        if call.span is not None and call.plan.program.finish:
             call.span.caller_computed()
-        self._run(call, call.program.finish)
+        self._run(call, call.plan.finish)
         self.transport.settle()
         if call.span is not None:
             call.span.end()
         self._open = None
-        return call.planes["slot"]
+        return call.plan.slot
 
-    def _place(self, program: Program, forms: tuple[Form, ...]) -> tuple[Arena, tuple[int, ...]]:
+    def _run(self, call: Call, steps: Sequence[Step], value: int | None = None) -> None:
+        own = call.value
+        call.value = own if value is None else value
+        try:
+            for step in steps:
+                step(call)
+        except BaseException as error:
+            self._failed = f"{call.label or 'a collective'} failed on this rank ({type(error).__name__}: {error})"
+            raise
+        call.value = own
+
+    def _unusable(self, label: str) -> str:
+        what = self._failed or f"{self._open and self._open.label} was begun and never finished"
+        return (
+            f"{label or 'overlapped collective'}: the overlap of this group cannot go on: {what}, so the ranks no longer agree "
+            "about what has been sent. Look for that error, and start again from a checkpoint."
+        )
+
+    def _plan(
+        self,
+        programs: tuple[Program, ...],
+        inputs: Planes,
+        forms: tuple[Form, ...],
+        input_forms: tuple[Form, ...],
+        captures: bool,
+        traced: bool,
+    ) -> Plan:
+        """The plan of this call, from those made before where there is one."""
+        for _ in range(2):  # the arena may change, and the slot's turn with it
+            slot = (self._captured if captures else self._sequence + 1) % SLOTS
+            key = (id(programs), forms, input_forms, captures, slot, traced)
+            plan = self._plans.get(key)
+            if plan is not None:
+                return plan
+            arena, offsets = self._place(programs, forms, captures)
+            if slot == (self._captured if captures else self._sequence + 1) % SLOTS:
+                break
+        program = programs[self.transport.rank]
+        assert program.num_flags <= MAX_FLAGS, (program.num_flags, MAX_FLAGS)
+        layout = Layout(
+            offsets=tuple(slot * self._slot_bytes + offset for offset in offsets),
+            flag_set=1 + slot if captures else 0,
+            clears=captures,
+            traced=traced,
+        )
+        rows = inputs[0].shape[0] * input_forms[0].per_row if inputs else 0
+        if len(self._plans) >= _MOST_PLANS:  # of ever changing shapes
+            self._plans.clear()
+        plan = make_plan(programs, self.transport, arena, layout, forms, input_forms, rows)
+        self._plans[key] = plan
+        return plan
+
+    def _place(
+        self, programs: tuple[Program, ...], forms: tuple[Form, ...], captures: bool
+    ) -> tuple[Arena, tuple[int, ...]]:
         """The arena, large enough for such calls, and where each plane begins in a slot of any rank."""
-        rows, offsets, total = max(program.slot_rows), [], 0
+        rows, offsets, total = max(programs[0].slot_rows), [], 0
         for form in forms:
             offsets.append(total)
             total += -(-form.rows(rows) * form.row_bytes() // _ALIGNMENT) * _ALIGNMENT
         if self._arena is None or total > self._slot_bytes:
-            if self._arena is not None:
-                self.transport.release(self._arena)
-            self._slot_bytes = max(total, _ALIGNMENT)
-            with torch.inference_mode(False):  # an evaluation may come first, and training must write into it
-                self._arena = self.transport.allocate(SLOTS * self._slot_bytes)
-            self._sequence = 0
+            if captures:
+                raise UnsupportedError(
+                    f"overlapped collective: a CUDA graph is being captured, and the {SLOTS} x {total:,} bytes of this call are "
+                    "not there yet; ranks cannot agree about memory during a capture. Run the same shapes once before it."
+                )
+            self._grow(max(total, _ALIGNMENT))
+        assert self._arena is not None
         return self._arena, tuple(offsets)
 
-    def _run(self, call: Call, ops: Sequence[Op]) -> None:
-        for op in ops:
-            self._issue(call, op)
-
-    def _issue(self, call: Call, op: Op) -> None:
-        transport, arena = self.transport, self._arena
-        assert arena is not None
-        if isinstance(op, Put):
-            pieces = self._pieces(call, op)
-            if call.span is not None:
-                own = op.peer == call.program.rank
-                name = "own rows into the slot" if own else f"put to rank {op.peer}"
-                with call.span.on(op.lane, name, 0 if own else sum(t.nbytes for _, t in pieces)):
-                    transport.put(arena, op, pieces)
-            else:
-                transport.put(arena, op, pieces)
-        elif isinstance(op, Signal):
-            transport.signal(arena, op.lane, op.peer, op.flag, call.value)
-        elif isinstance(op, Wait):
-            transport.wait(arena, op.lane, op.peer, op.flag, call.value)
-        elif isinstance(op, Fork):
-            transport.fork(arena, op.lane)
-        elif isinstance(op, Join):
-            transport.join(arena, op.lane)
-        elif call.span is not None:
-            with call.span.computing("gemm" if isinstance(op, Gemm) else "sum"):
-                self._compute(call, op)
-        else:
-            self._compute(call, op)
-
-    def _compute(self, call: Call, op: Gemm | Sum) -> None:
-        if isinstance(op, Sum):
-            rank_sum([self._rows(call, source)[0] for source in op.sources], self._rows(call, op.target)[0])
-        elif len(op.source):
-            assert call.multiply is not None
-            add = None if op.add is None else self._rows(call, op.add)[0]
-            call.multiply(self._rows(call, op.source), self._rows(call, op.target)[0], add)
-
-    @staticmethod
-    def _rows(call: Call, rows: Rows) -> list[Tensor]:
-        planes = call.planes[rows.buffer]
-        if rows.buffer in ("partial", "output"):
-            return [planes[0][rows.start : rows.stop]]
-        forms = call.input_forms if rows.buffer == "input" else call.forms
-        return [_part(plane, rows, form) for plane, form in zip(planes, forms)]
-
-    def _pieces(self, call: Call, op: Put) -> list[tuple[int, Tensor]]:
-        """Byte offset in the peer's arena, and what goes there."""
-        sources = self._rows(call, op.source)
-        return [
-            (offset + op.target.start // form.per_row * form.row_bytes(), source)
-            for form, offset, source in zip(call.forms, call.offsets, sources)
-        ]
-
-
-def _part(plane: Tensor, rows: Rows, form: Form) -> Tensor:
-    return plane[rows.start // form.per_row : form.rows(rows.stop)]
-
-
-def _rows_at(memory: Tensor, offset: int, form: Form, rows: int) -> Tensor:
-    """[rows, *tail] at a byte offset of an arena."""
-    count = form.rows(rows)
-    return memory[offset : offset + count * form.row_bytes()].view(form.dtype).view(count, *form.tail)
+    def _grow(self, slot_bytes: int) -> None:
+        self._plans.clear()
+        if self._arena is not None and self._captured:
+            self._kept.append(self._arena)
+        elif self._arena is not None:
+            self.transport.release(self._arena)
+        self._arena, self._sequence, self._slot_bytes = None, 0, slot_bytes
+        with torch.inference_mode(False):  # an evaluation may come first, and training must write into it
+            self._arena = self.transport.allocate(SLOTS * slot_bytes)
+        self._handshake = handshake_steps(self.transport, self._arena, _HANDSHAKE)

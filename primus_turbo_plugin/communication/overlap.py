@@ -25,7 +25,6 @@ from primus_turbo_plugin.communication.executor import Channel, Form, Multiply
 from primus_turbo_plugin.communication.schedules import Program
 from primus_turbo_plugin.communication.tracing import Tracer
 from primus_turbo_plugin.communication.transports.base import Transport
-from primus_turbo_plugin.errors import UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,6 @@ class Overlap:
         Returns:
             The gathered planes; without `keep` this rank's own rows in them are not written.
         """
-        _refuse_capture(y, label)
         chunks, _ = self._plan("gather", y.shape[0], y.shape[1], contraction, x.nbytes, can_add=False)
         rows = (x.rows,) * self.world_size
         if self.ring:
@@ -119,7 +117,6 @@ class Overlap:
 
     def start_gather(self, x: Payload, *, label: str = "") -> Pending[list[Tensor]]:
         """AG(x): every plane [size * rows / per_row, ...]."""
-        _refuse_capture(x.planes[0], label)
         programs = _bulk_programs("ring" if self.ring else "gather", (x.rows,) * self.world_size, self._lanes())
         call = self._bulk.start(programs, x.planes, x.forms, label=label)
         return Pending(lambda: self._bulk.finish(call))
@@ -137,7 +134,6 @@ class Overlap:
             can_add: Whether `multiply` adds rows before it rounds.
             label: For traces.
         """
-        _refuse_capture(y, label)
         rows = (y.shape[0],) * self.world_size
         if self.ring:  # sums travel, in fp32
             programs, travels = _ring_scatter_programs(rows), torch.promote_types(y.dtype, torch.float32)
@@ -161,7 +157,6 @@ class Overlap:
 
     def start_scatter(self, x: Tensor, *, label: str = "") -> Pending[Tensor]:
         """RS(x): [rows / size, ...] of x [rows, ...], straight to the owners (a ring would compute on its way)."""
-        _refuse_capture(x, label)
         source = x.contiguous()
         y = source.new_empty(source.shape[0] // self.world_size, *source.shape[1:])
         programs = _bulk_programs("scatter", (y.shape[0],) * self.world_size, self._lanes())
@@ -185,19 +180,17 @@ class Overlap:
             return 1, False
         gemm = gemm_ms(self.costs, rows, columns, contraction)
         copy = nbytes * (self.world_size - 1) / self.costs.copy_gb_s / 1e6
-        return best_chunks(kind, self.costs, gemm, copy, self.world_size, can_add=can_add)  # type: ignore[arg-type]
+        return _best_chunks(kind, self.costs, gemm, copy, self.world_size, can_add)
 
 
 def _align(x: Payload) -> int:
     return max(x.per_row)
 
 
-def _refuse_capture(t: Tensor, label: str) -> None:
-    if t.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(
-            f"{label or 'overlapped collective'}: a CUDA graph would replay the sequence numbers of one call for ever. Turn CUDA "
-            "graphs off, or set 'tp_overlap: off'."
-        )
+@functools.lru_cache(maxsize=1024)
+def _best_chunks(kind: str, costs: Costs, gemm: float, copy: float, world_size: int, can_add: bool) -> tuple[int, bool]:
+    """The model's answer takes longer than the launch of a call, so it is remembered."""
+    return best_chunks(kind, costs, gemm, copy, world_size, can_add=can_add)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=256)

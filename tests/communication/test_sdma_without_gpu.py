@@ -67,6 +67,9 @@ class _Cuda:
     def synchronize(self, device: Any = None) -> None:
         pass
 
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
 
 class _Torch:
     """torch, with the CPU in a GPU's place."""

@@ -9,16 +9,22 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from primus_turbo_plugin.communication.collectives import Group
-from primus_turbo_plugin.communication.schedules.program import Put
+from primus_turbo_plugin.communication.schedules.program import Buffer, Put
 from primus_turbo_plugin.communication.tracing import Mark, host_mark
 
+if TYPE_CHECKING:
+    from primus_turbo_plugin.communication.plan import Call, Step
+
 MAX_FLAGS = 64
-"""Flags between two ranks: 16 ranks of a ring with 4 chunks each."""
+"""Flags between two ranks, in each set: 16 ranks of a ring with 4 chunks each."""
+FLAG_SETS = 4
+"""Flag f of set s is number s * MAX_FLAGS + f; the executor says what the sets are for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +74,43 @@ class Expected:
     pieces: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a call is going to do, for a transport that must know it beforehand.
+
+    Attributes:
+        expected: What peers will put into this rank's slot (two-sided transports only).
+        puts: What this rank will put (the same).
+        waits: (peer, flag) of every wait on a number that only grows.
+    """
+
+    expected: tuple[Expected, ...]
+    puts: tuple[Put, ...]
+    waits: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """The rows of one plane that a put moves.
+
+    Attributes:
+        buffer, plane: Of the call's tensors, the one they are of.
+        rows: First and last + 1, of the plane.
+        source: Byte offset in that tensor.
+        nbytes: How many bytes.
+        target: Byte offset in the peer's arena.
+    """
+
+    buffer: Buffer
+    plane: int
+    rows: tuple[int, int]
+    source: int
+    nbytes: int
+    target: int
+
+
 class Transport(abc.ABC):
-    """See the module's docstring.
+    """See the module's docstring. The `..._step` methods make steps of a plan; a transport may have quicker ones.
 
     Args:
         group: The ranks.
@@ -94,8 +135,16 @@ class Transport(abc.ABC):
     def release(self, arena: Arena) -> None:
         """Frees it, once no rank uses it any more. Collective."""
 
-    def begin(self, arena: Arena, value: int, expected: Sequence[Expected], puts: Sequence[Put]) -> None:  # noqa: B027
-        """A call begins: its sequence number; for a two-sided transport, what will arrive and what this rank will put."""
+    def capture_id(self) -> int:
+        """A number of the CUDA graph that is being captured on the current stream; 0 where none is.
+
+        Raises:
+            UnsupportedError: One is, and this transport cannot be captured.
+        """
+        return 0
+
+    def begin(self, arena: Arena, value: int, exchange: Exchange, label: str) -> None:  # noqa: B027
+        """A call begins: its sequence number, what it will do, and its name for messages."""
 
     def resume(self, arena: Arena) -> None:  # noqa: B027
         """The second half of a call begins, maybe on another thread or stream than the first."""
@@ -119,6 +168,34 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def wait(self, arena: Arena, lane: int, peer: int, flag: int, value: int) -> None:
         """The lane (or `COMPUTE`) waits until the flag that `peer` raises has reached `value`."""
+
+    def clear(self, arena: Arena, flag_set: int) -> None:
+        """Zeroes this rank's flags of a set, after what has been issued on compute, into which every lane has been joined."""
+        raise NotImplementedError(f"{self.capabilities.name} cannot be captured")
+
+    def fork_step(self, arena: Arena, lanes: tuple[int, ...]) -> Step:
+        """`fork` of several lanes at the same point of compute."""
+
+        def step(call: Call) -> None:
+            for lane in lanes:
+                self.fork(arena, lane)
+
+        return step
+
+    def join_step(self, arena: Arena, lane: int) -> Step:
+        return lambda call: self.join(arena, lane)
+
+    def put_step(self, arena: Arena, op: Put, pieces: tuple[Piece, ...]) -> Step:
+        def step(call: Call) -> None:
+            self.put(arena, op, [(p.target, call.planes[p.buffer][p.plane][slice(*p.rows)]) for p in pieces])
+
+        return step
+
+    def signal_step(self, arena: Arena, lane: int, peer: int, flag: int) -> Step:
+        return lambda call: self.signal(arena, lane, peer, flag, call.value)
+
+    def wait_step(self, arena: Arena, lane: int, peer: int, flag: int) -> Step:
+        return lambda call: self.wait(arena, lane, peer, flag, call.value)
 
     def mark(self, lane: int) -> Mark:
         """When everything issued on the lane so far was done."""

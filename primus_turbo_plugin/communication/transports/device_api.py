@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import ctypes
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from primus_turbo_plugin.errors import UnsupportedError
 
 _HANDLE_BYTES = 64  # CUipcMemHandle and hipIpcMemHandle_t
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
 
 
 class DeviceApi(abc.ABC):
@@ -61,6 +63,51 @@ class DeviceApi(abc.ABC):
     def can_wait(self, device: int) -> bool:
         """Whether streams can wait for words here."""
 
+    @abc.abstractmethod
+    def download(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Device to pinned host memory, in stream order."""
+
+    @abc.abstractmethod
+    def capture_id(self, stream: int) -> int:
+        """A number of the graph that is being captured on the stream."""
+
+    @abc.abstractmethod
+    def leave_captures_alone(self) -> None:
+        """From now on this thread's calls do not spoil a graph that another thread is capturing."""
+
+
+class _Library:
+    """Functions of a C library, found once; each result is checked.
+
+    Args:
+        name: Of the file.
+        signatures: Function -> types of its arguments.
+        error_text: Gives the words for a code.
+    """
+
+    def __init__(
+        self, name: str, signatures: Mapping[str, Sequence[Any]], error_text: Callable[[Any, int], str]
+    ) -> None:
+        self._library, self._error_text = ctypes.CDLL(name), error_text
+        self._functions: dict[str, Any] = {}
+        for function, types in signatures.items():
+            found = getattr(self._library, function)
+            found.argtypes, found.restype = types, ctypes.c_int
+            self._functions[function] = found
+
+    def function(self, name: str) -> Callable[..., None]:
+        """Calls it, and raises where it fails."""
+        call = self._functions[name]
+
+        def checked(*arguments: Any) -> None:
+            if code := call(*arguments):
+                raise UnsupportedError(
+                    f"transport sdma: {name} failed: {self._error_text(self._library, code)} (error {code}). "
+                    "Set 'transport: process_group'."
+                )
+
+        return checked
+
 
 class _Cuda(DeviceApi):
     name = "CUDA driver"
@@ -68,24 +115,29 @@ class _Cuda(DeviceApi):
     _CAN_USE_STREAM_MEM_OPS = 92  # CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS_V1; from CUDA 12 on everywhere
 
     def __init__(self) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
-        u64, u32, size = ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t
+        u64, u32, size, void = ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p
         self._handle = _handle_type()
-        self._call = functools.partial(_checked, library, _cuda_error)
         p = ctypes.POINTER
-        for function, types in {
+        signatures = {
             "cuMemAlloc_v2": [p(u64), size],
             "cuMemFree_v2": [u64],
             "cuMemsetD8_v2": [u64, ctypes.c_ubyte, size],
             "cuIpcGetMemHandle": [p(self._handle), u64],
             "cuIpcOpenMemHandle_v2": [p(u64), self._handle, u32],
             "cuIpcCloseMemHandle": [u64],
-            "cuMemcpyDtoDAsync_v2": [u64, u64, size, ctypes.c_void_p],
-            "cuStreamWaitValue32_v2": [ctypes.c_void_p, u64, ctypes.c_uint32, u32],
-            "cuStreamWriteValue32_v2": [ctypes.c_void_p, u64, ctypes.c_uint32, u32],
+            "cuMemcpyDtoDAsync_v2": [u64, u64, size, void],
+            "cuMemcpyDtoHAsync_v2": [void, u64, size, void],
+            "cuStreamWaitValue32_v2": [void, u64, ctypes.c_uint32, u32],
+            "cuStreamWriteValue32_v2": [void, u64, ctypes.c_uint32, u32],
             "cuDeviceGetAttribute": [p(ctypes.c_int), ctypes.c_int, ctypes.c_int],
-        }.items():
-            getattr(library, function).argtypes = types
+            "cuStreamGetCaptureInfo_v2": [void, p(ctypes.c_int), p(u64), void, void, void],
+            "cuThreadExchangeStreamCaptureMode": [p(ctypes.c_int)],
+        }
+        library = _Library("libcuda.so.1", signatures, _cuda_error)
+        self._call = lambda function, *arguments: library.function(function)(*arguments)
+        self._copy = library.function("cuMemcpyDtoDAsync_v2")
+        self._wait = library.function("cuStreamWaitValue32_v2")
+        self._write = library.function("cuStreamWriteValue32_v2")
 
     def allocate(self, nbytes: int) -> int:
         address = ctypes.c_uint64()
@@ -110,13 +162,13 @@ class _Cuda(DeviceApi):
         self._call("cuIpcCloseMemHandle", address)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        self._call("cuMemcpyDtoDAsync_v2", target, source, nbytes, stream)
+        self._copy(target, source, nbytes, stream)
 
     def wait_at_least(self, stream: int, address: int, value: int) -> None:
-        self._call("cuStreamWaitValue32_v2", stream, address, value, 0)  # CU_STREAM_WAIT_VALUE_GEQ
+        self._wait(stream, address, value, 0)  # CU_STREAM_WAIT_VALUE_GEQ
 
     def write(self, stream: int, address: int, value: int) -> None:
-        self._call("cuStreamWriteValue32_v2", stream, address, value, 0)
+        self._write(stream, address, value, 0)
 
     def poke(self, target: int, source: int, stream: int) -> None:
         self.write(stream, target, 1)  # a copy within the device would be a kernel
@@ -128,20 +180,30 @@ class _Cuda(DeviceApi):
         self._call("cuDeviceGetAttribute", ctypes.byref(answer), self._CAN_USE_STREAM_MEM_OPS, device)
         return bool(answer.value)
 
+    def download(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self._call("cuMemcpyDtoHAsync_v2", target, source, nbytes, stream)
+
+    def capture_id(self, stream: int) -> int:
+        status, number = ctypes.c_int(), ctypes.c_uint64()
+        self._call("cuStreamGetCaptureInfo_v2", stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+        return number.value if status.value else 0
+
+    def leave_captures_alone(self) -> None:
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
+
 
 class _Hip(DeviceApi):
     name = "HIP runtime"
     copy_detail = "hipMemcpyAsync(hipMemcpyDeviceToDeviceNoCU)"
     _CAN_WAIT = 10013  # hipDeviceAttributeCanUseStreamWaitValue
     _DEVICE_TO_DEVICE_NO_CU = 1024
+    _DEVICE_TO_HOST = 2
 
     def __init__(self) -> None:
-        library = ctypes.CDLL("libamdhip64.so")
         void, u32, size = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t
         self._handle = _handle_type()
-        self._call = functools.partial(_checked, library, _hip_error)
         p = ctypes.POINTER
-        for function, types in {
+        signatures = {
             "hipExtMallocWithFlags": [p(void), size, u32],
             "hipFree": [void],
             "hipMemset": [void, ctypes.c_int, size],
@@ -152,8 +214,14 @@ class _Hip(DeviceApi):
             "hipStreamWaitValue32": [void, void, ctypes.c_uint32, u32, ctypes.c_uint32],
             "hipStreamWriteValue32": [void, void, ctypes.c_uint32, u32],
             "hipDeviceGetAttribute": [p(ctypes.c_int), ctypes.c_int, ctypes.c_int],
-        }.items():
-            getattr(library, function).argtypes = types
+            "hipStreamGetCaptureInfo": [void, p(ctypes.c_int), p(ctypes.c_uint64)],
+            "hipThreadExchangeStreamCaptureMode": [p(ctypes.c_int)],
+        }
+        library = _Library("libamdhip64.so", signatures, _hip_error)
+        self._call = lambda function, *arguments: library.function(function)(*arguments)
+        self._copy = library.function("hipMemcpyAsync")
+        self._wait = library.function("hipStreamWaitValue32")
+        self._write = library.function("hipStreamWriteValue32")
 
     def allocate(self, nbytes: int) -> int:
         """Fine-grained (hipDeviceMallocFinegrained), so that what a peer's engine writes is seen whatever a cache holds.
@@ -183,13 +251,13 @@ class _Hip(DeviceApi):
         self._call("hipIpcCloseMemHandle", address)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        self._call("hipMemcpyAsync", target, source, nbytes, self._DEVICE_TO_DEVICE_NO_CU, stream)
+        self._copy(target, source, nbytes, self._DEVICE_TO_DEVICE_NO_CU, stream)
 
     def wait_at_least(self, stream: int, address: int, value: int) -> None:
-        self._call("hipStreamWaitValue32", stream, address, value, 0, 0xFFFFFFFF)  # hipStreamWaitValueGte
+        self._wait(stream, address, value, 0, 0xFFFFFFFF)  # hipStreamWaitValueGte
 
     def write(self, stream: int, address: int, value: int) -> None:
-        self._call("hipStreamWriteValue32", stream, address, value, 0)
+        self._write(stream, address, value, 0)
 
     def poke(self, target: int, source: int, stream: int) -> None:
         self.copy(target, source, 4, stream)  # where write-value operations are kernels
@@ -199,17 +267,20 @@ class _Hip(DeviceApi):
         self._call("hipDeviceGetAttribute", ctypes.byref(answer), self._CAN_WAIT, device)
         return bool(answer.value)
 
+    def download(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self._copy(target, source, nbytes, self._DEVICE_TO_HOST, stream)
+
+    def capture_id(self, stream: int) -> int:
+        status, number = ctypes.c_int(), ctypes.c_uint64()
+        self._call("hipStreamGetCaptureInfo", stream, ctypes.byref(status), ctypes.byref(number))
+        return number.value if status.value else 0
+
+    def leave_captures_alone(self) -> None:
+        self._call("hipThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
+
 
 def _handle_type() -> Any:
     return type("IpcHandle", (ctypes.Structure,), {"_fields_": [("reserved", ctypes.c_char * _HANDLE_BYTES)]})
-
-
-def _checked(library: Any, error_text: Any, function: str, *arguments: Any) -> None:
-    code = getattr(library, function)(*arguments)
-    if code:
-        raise UnsupportedError(
-            f"transport sdma: {function} failed: {error_text(library, code)} (error {code}). Set 'transport: process_group'."
-        )
 
 
 def _cuda_error(library: Any, code: int) -> str:

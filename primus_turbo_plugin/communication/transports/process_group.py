@@ -16,7 +16,7 @@ from torch import Tensor
 from primus_turbo_plugin.communication.collectives import Group
 from primus_turbo_plugin.communication.schedules.program import Put
 from primus_turbo_plugin.communication.tracing import Mark, host_mark, stream_clock
-from primus_turbo_plugin.communication.transports.base import Arena, Capabilities, Expected, Transport, as_bytes
+from primus_turbo_plugin.communication.transports.base import Arena, Capabilities, Exchange, Transport, as_bytes
 from primus_turbo_plugin.errors import UnsupportedError
 
 _MAX_ROUNDS = 256
@@ -76,13 +76,21 @@ class ProcessGroupTransport(Transport):
     def release(self, arena: Arena) -> None:
         arena.mine = arena.mine[:0]
 
-    def begin(self, arena: Arena, value: int, expected: Sequence[Expected], puts: Sequence[Put]) -> None:
+    def capture_id(self) -> int:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "transport process_group: the overlapped collectives of a process group cannot be captured in a CUDA graph. "
+                "Set 'transport: sdma', or turn CUDA graphs or 'tp_overlap' off."
+            )
+        return 0
+
+    def begin(self, arena: Arena, value: int, exchange: Exchange, label: str) -> None:
         assert isinstance(arena, RoundsArena)
         arena.rounds, arena.round_of = {}, {}
-        for put in puts:
+        for put in exchange.puts:
             if put.peer != self.rank:
                 arena.rounds.setdefault(put.round, _Round()).missing += 1
-        for arriving in expected:
+        for arriving in exchange.expected:
             of = arena.rounds.setdefault(arriving.put.round, _Round())
             of.receives += [(arriving.sender, piece) for piece in arriving.pieces]
             arena.round_of[arriving.sender, arriving.put.flag] = arriving.put.round

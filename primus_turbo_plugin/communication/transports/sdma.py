@@ -4,7 +4,11 @@ A lane is a stream. A put is one asynchronous copy per plane; a signal is a copy
 numbers, so that it takes the same way; a wait is a stream operation on a word of this rank's own memory, or a kernel of one wave
 where the driver has none. Nothing here makes the host wait.
 
-Which engine moves the data is not assumed: see `engine_probe.py`.
+Which engine moves the data is not assumed: see `engine_probe.py`. A rank that waits for another's signal for long says so: see
+`watchdog.py`.
+
+The steps of a plan hold addresses and raw streams and call the driver directly, so that the host is not what limits an overlapped
+call. All of it may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +25,15 @@ from torch import Tensor
 from primus_turbo_plugin.communication.collectives import Group
 from primus_turbo_plugin.communication.schedules.program import COMPUTE, Put
 from primus_turbo_plugin.communication.tracing import Mark, stream_clock
-from primus_turbo_plugin.communication.transports.base import MAX_FLAGS, Arena, Capabilities, Expected, Transport
+from primus_turbo_plugin.communication.transports.base import (
+    FLAG_SETS,
+    MAX_FLAGS,
+    Arena,
+    Capabilities,
+    Exchange,
+    Piece,
+    Transport,
+)
 from primus_turbo_plugin.communication.transports.device_api import device_api
 from primus_turbo_plugin.communication.transports.engine_probe import probe_engine
 from primus_turbo_plugin.communication.transports.peer_memory import (
@@ -32,6 +44,9 @@ from primus_turbo_plugin.communication.transports.peer_memory import (
     symmetric_memory_refusal,
 )
 from primus_turbo_plugin.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from primus_turbo_plugin.communication.plan import Call, Step
 
 _FLAG_BYTES = 64  # a cache line each: words that are written from different ranks share none
 _TABLE = 1 << 16
@@ -45,11 +60,13 @@ class PeerArena(Arena):
         memory: The allocation: flags first, then the data.
         flag_bytes: Size of the flags.
         numbers: Table of the sequence numbers from `base` on, for signals to copy from.
+        one: Holds 1, for those that a graph replays.
     """
 
     memory: PeerMemory
     flag_bytes: int
     numbers: Tensor
+    one: Tensor
     base: int = 0
 
 
@@ -117,7 +134,7 @@ class SdmaTransport(Transport):
         return " / ".join(sorted(set(found)))
 
     def allocate(self, nbytes: int) -> PeerArena:
-        flag_bytes = self.world_size * MAX_FLAGS * _FLAG_BYTES
+        flag_bytes = FLAG_SETS * self.world_size * MAX_FLAGS * _FLAG_BYTES
         total = flag_bytes + nbytes
         if self._symmetric:
             memory = allocate_symmetric(total, self.group, self.device)
@@ -125,14 +142,24 @@ class SdmaTransport(Transport):
             memory = allocate_ipc(total, self.group, self.device, self.api)
         numbers = torch.arange(_TABLE, dtype=torch.int32, device=self.device)
         return PeerArena(
-            mine=memory.mine[flag_bytes:], nbytes=nbytes, memory=memory, flag_bytes=flag_bytes, numbers=numbers
+            mine=memory.mine[flag_bytes:],
+            nbytes=nbytes,
+            memory=memory,
+            flag_bytes=flag_bytes,
+            numbers=numbers,
+            one=numbers[1:2].clone(),
         )
 
     def release(self, arena: Arena) -> None:
         assert isinstance(arena, PeerArena)
         free(arena.memory, self.group, self.api)
 
-    def begin(self, arena: Arena, value: int, expected: Sequence[Expected], puts: Sequence[Put]) -> None:
+    def capture_id(self) -> int:
+        if not torch.cuda.is_current_stream_capturing():
+            return 0
+        return self.api.capture_id(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def begin(self, arena: Arena, value: int, exchange: Exchange, label: str) -> None:
         """The table moves on with the numbers: on compute, while no lane copies from it."""
         assert isinstance(arena, PeerArena)
         self._follow()
@@ -144,10 +171,11 @@ class SdmaTransport(Transport):
         self._follow()
 
     def _follow(self) -> None:
-        """The caller may have gone to another stream; its calls stay in order all the same."""
+        """The caller may have gone to another stream; its calls stay in order all the same. A capture has none before it."""
         now = torch.cuda.current_stream(self.device)
         if now != self._compute:
-            now.wait_stream(self._compute)
+            if not torch.cuda.is_current_stream_capturing():
+                now.wait_stream(self._compute)
             self._compute = now
 
     def _lane(self, lane: int) -> torch.cuda.Stream:
@@ -161,13 +189,30 @@ class SdmaTransport(Transport):
         return self._compute if lane == COMPUTE else self._lane(lane)
 
     def fork(self, arena: Arena, lane: int) -> None:
-        stream = self._lane(lane)
-        self._forks[lane].record(self._compute)
-        stream.wait_event(self._forks[lane])
+        self.fork_step(arena, (lane,))(None)  # type: ignore[arg-type]
 
     def join(self, arena: Arena, lane: int) -> None:
-        self._joins[lane].record(self._lane(lane))
-        self._compute.wait_event(self._joins[lane])
+        self.join_step(arena, lane)(None)  # type: ignore[arg-type]
+
+    def fork_step(self, arena: Arena, lanes: tuple[int, ...]) -> Step:
+        """One mark on compute, for which every lane waits."""
+        streams, event = [self._lane(lane) for lane in lanes], self._forks[lanes[0]]
+
+        def step(call: Call) -> None:
+            event.record(self._compute)
+            for stream in streams:
+                stream.wait_event(event)
+
+        return step
+
+    def join_step(self, arena: Arena, lane: int) -> Step:
+        stream, event = self._lane(lane), self._joins[lane]
+
+        def step(call: Call) -> None:
+            event.record(stream)
+            self._compute.wait_event(event)
+
+        return step
 
     def put(self, arena: Arena, op: Put, pieces: Sequence[tuple[int, Tensor]]) -> None:
         assert isinstance(arena, PeerArena)
@@ -176,19 +221,43 @@ class SdmaTransport(Transport):
             if source.nbytes:
                 self.api.copy(base + offset, source.data_ptr(), source.nbytes, stream)
 
+    def put_step(self, arena: Arena, op: Put, pieces: tuple[Piece, ...]) -> Step:
+        assert isinstance(arena, PeerArena)
+        copy, stream = self.api.copy, self._lane(op.lane).cuda_stream
+        base = arena.memory.addresses[op.peer] + arena.flag_bytes
+        found = [(p.plane, base + p.target, p.source, p.nbytes) for p in pieces if p.nbytes]
+        buffer = op.source.buffer
+
+        def step(call: Call) -> None:
+            planes = call.planes[buffer]
+            for plane, target, source, nbytes in found:
+                copy(target, planes[plane].data_ptr() + source, nbytes, stream)
+
+        return step
+
     def signal(self, arena: Arena, lane: int, peer: int, flag: int, value: int) -> None:
         assert isinstance(arena, PeerArena)
-        target = arena.memory.addresses[peer] + (self.rank * MAX_FLAGS + flag) * _FLAG_BYTES
-        stream = self._lane(lane).cuda_stream
+        target, stream = arena.memory.addresses[peer] + self._word(self.rank, flag), self._lane(lane).cuda_stream
         if self.signal_by == "write":
             self.api.write(stream, target, value)
+        elif flag >= MAX_FLAGS:
+            self.api.copy(target, arena.one.data_ptr(), 4, stream)
         else:
             self.api.copy(target, arena.numbers.data_ptr() + 4 * (value - arena.base), 4, stream)
 
+    def signal_step(self, arena: Arena, lane: int, peer: int, flag: int) -> Step:
+        assert isinstance(arena, PeerArena)
+        target, stream = arena.memory.addresses[peer] + self._word(self.rank, flag), self._lane(lane).cuda_stream
+        write, copy, numbers, one = self.api.write, self.api.copy, arena.numbers.data_ptr(), arena.one.data_ptr()
+        if self.signal_by == "write":
+            return lambda call: write(stream, target, call.value)
+        if flag >= MAX_FLAGS:  # not one of those that count
+            return lambda call: copy(target, one, 4, stream)
+        return lambda call: copy(target, numbers + 4 * (call.value - arena.base), 4, stream)
+
     def wait(self, arena: Arena, lane: int, peer: int, flag: int, value: int) -> None:
         assert isinstance(arena, PeerArena)
-        offset = (peer * MAX_FLAGS + flag) * _FLAG_BYTES
-        stream = self._stream(lane)
+        offset, stream = self._word(peer, flag), self._stream(lane)
         if self._waits_in_stream:
             self.api.wait_at_least(stream.cuda_stream, arena.memory.addresses[self.rank] + offset, value)
             return
@@ -196,6 +265,26 @@ class SdmaTransport(Transport):
 
         with torch.cuda.stream(stream):
             wait_at_least(arena.memory.mine[offset : offset + 4].view(torch.int32), value)
+
+    def wait_step(self, arena: Arena, lane: int, peer: int, flag: int) -> Step:
+        assert isinstance(arena, PeerArena)
+        if not self._waits_in_stream:
+            return lambda call: self.wait(arena, lane, peer, flag, call.value)
+        wait, address = self.api.wait_at_least, arena.memory.addresses[self.rank] + self._word(peer, flag)
+        if lane == COMPUTE:
+            return lambda call: wait(self._compute.cuda_stream, address, call.value)
+        stream = self._lane(lane).cuda_stream
+        return lambda call: wait(stream, address, call.value)
+
+    def clear(self, arena: Arena, flag_set: int) -> None:
+        assert isinstance(arena, PeerArena)
+        of_a_set = self.world_size * MAX_FLAGS * _FLAG_BYTES
+        arena.memory.mine[flag_set * of_a_set : (flag_set + 1) * of_a_set].zero_()
+
+    def _word(self, writer: int, flag: int) -> int:
+        """Byte offset of a flag in the arena of the rank that it tells something: set after set, in each the writers."""
+        flag_set, flag = divmod(flag, MAX_FLAGS)
+        return ((flag_set * self.world_size + writer) * MAX_FLAGS + flag) * _FLAG_BYTES
 
     def mark(self, lane: int) -> Mark:
         return stream_clock(self.device).mark(self._stream(lane))

@@ -23,6 +23,7 @@ from primus_turbo_plugin.communication.collectives import Group
 from primus_turbo_plugin.communication.schedules.program import COMPUTE, Put
 from primus_turbo_plugin.communication.tracing import Mark, host_mark
 from primus_turbo_plugin.communication.transports.base import (
+    FLAG_SETS,
     MAX_FLAGS,
     Arena,
     Capabilities,
@@ -41,7 +42,7 @@ class SharedArena(Arena):
 
     Attributes:
         data: By rank, uint8 [nbytes].
-        flags: By rank, int64 [world_size * MAX_FLAGS]: those of the writer p from p * MAX_FLAGS on.
+        flags: By rank, int64 [FLAG_SETS * world_size * MAX_FLAGS], see `_word`.
     """
 
     data: list[Tensor] = field(default_factory=list)
@@ -78,7 +79,7 @@ class SharedMemoryTransport(Transport):
         )
 
     def allocate(self, nbytes: int) -> SharedArena:
-        flag_bytes = 8 * self.world_size * MAX_FLAGS
+        flag_bytes = 8 * FLAG_SETS * self.world_size * MAX_FLAGS
         failure, own = "", ""
         try:
             own = self._create(flag_bytes + nbytes)
@@ -155,7 +156,7 @@ class SharedMemoryTransport(Transport):
 
     def signal(self, arena: Arena, lane: int, peer: int, flag: int, value: int) -> None:
         assert isinstance(arena, SharedArena)
-        flags, index = arena.flags[peer], self.rank * MAX_FLAGS + flag
+        flags, index = arena.flags[peer], self._word(self.rank, flag)
 
         def raise_flag() -> None:
             with self._fence:
@@ -166,7 +167,7 @@ class SharedMemoryTransport(Transport):
 
     def wait(self, arena: Arena, lane: int, peer: int, flag: int, value: int) -> None:
         assert isinstance(arena, SharedArena)
-        flags, index = arena.flags[self.rank], peer * MAX_FLAGS + flag
+        flags, index = arena.flags[self.rank], self._word(peer, flag)
 
         def reached() -> bool:
             for (
@@ -185,6 +186,16 @@ class SharedMemoryTransport(Transport):
             wait_for_flag()
         else:
             self._engine(lane).give(f"turbo wait for rank {peer}", wait_for_flag)
+
+    def clear(self, arena: Arena, flag_set: int) -> None:
+        assert isinstance(arena, SharedArena)
+        of_a_set = self.world_size * MAX_FLAGS
+        arena.flags[self.rank][flag_set * of_a_set : (flag_set + 1) * of_a_set] = 0
+
+    def _word(self, writer: int, flag: int) -> int:
+        """Index of a flag among those of the rank that it tells something: the sets one after the other, in each the writers."""
+        flag_set, flag = divmod(flag, MAX_FLAGS)
+        return (flag_set * self.world_size + writer) * MAX_FLAGS + flag
 
     def mark(self, lane: int) -> Mark:
         if lane == COMPUTE:
