@@ -19,7 +19,12 @@ from primus_turbo_plugin.communication.transports.device_api import device_api
 from primus_turbo_plugin.communication.transports.engine_probe import COMPUTE_UNITS, COPY_ENGINE, probe_engine
 from primus_turbo_plugin.communication.transports.sdma import SdmaTransport
 from primus_turbo_plugin.diagnostics.trace.analysis import chrome_trace, read_ranks, rows, table
+from primus_turbo_plugin.errors import UnsupportedError
+from primus_turbo_plugin.functional.linear import linear
+from primus_turbo_plugin.functional.linear_call import LinearCall, OverlapUse, TensorParallel
+from primus_turbo_plugin.functional.linear_kernels import LinearKernels
 from tests.support.distributed import RankInfo, ranks
+from tests.support.linear import plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="sdma moves GPU tensors; torch sees no GPU")
 
@@ -148,6 +153,100 @@ def test_a_trace_shows_every_copy_and_product_of_both_ranks(rank_info: RankInfo,
     if rank_info.rank == 0:
         print(table(list(found.values())))
         print(len(json.dumps(events)), "bytes of events")
+
+
+@ranks(world_size=2, timeout_s=60)
+@pytest.mark.parametrize("signal_by", ["copy", "write"])
+@pytest.mark.parametrize("waits_in_stream", [True, False])
+def test_captured_collectives_are_replayed_among_eager_ones(
+    rank_info: RankInfo, signal_by: str, waits_in_stream: bool
+) -> None:
+    """Two graphs of an odd number of calls, in an order of their own, with other inputs each time and delays in between."""
+    device, size, rank = _device(rank_info), rank_info.world_size, rank_info.rank
+    transport = SdmaTransport(torch.distributed.group.WORLD, device, signal_by=signal_by, probe=False)  # type: ignore[arg-type]
+    transport._waits_in_stream &= waits_in_stream
+    overlap = Overlap(transport, chunks=2)
+    g, dice = torch.Generator().manual_seed(rank_info.seed), random.Random(rank_info.seed)
+    w = torch.randint(-4, 5, (N, K), generator=g).bfloat16().to(device)
+    xs, parts = torch.zeros(64, K, device=device).bfloat16(), torch.zeros(64 * size, K, device=device).bfloat16()
+    y, out, kept = xs.new_empty(64 * size, N), xs.new_empty(64, N), xs.new_empty(64 * size, K)
+
+    def multiply(planes: list[Tensor], out: Tensor, add: Tensor | None) -> None:
+        torch.mm(planes[0], w.t(), out=out) if add is None else torch.addmm(add, planes[0], w.t(), out=out)
+
+    def gathers() -> None:
+        overlap.gather_gemm(Payload.plain(xs), multiply, y, K)
+
+    def everything() -> None:
+        overlap.gemm_scatter(Payload.plain(parts), multiply, out, K, can_add=True)
+        pending = overlap.start_gather(Payload.plain(xs))
+        gathers()
+        kept.copy_(pending.wait()[0])
+
+    with pytest.raises(UnsupportedError, match="Run the same shapes once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        gathers()
+    everything()
+    torch.cuda.synchronize()
+    graphs = []
+    for body in (gathers, everything):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            body()
+    for case in range(24):
+        shares = [torch.randint(-4, 5, (64, K), generator=g).bfloat16() for _ in range(size)]
+        wholes = [torch.randint(-4, 5, (64 * size, K), generator=g).bfloat16() for _ in range(size)]
+        xs.copy_(shares[rank])
+        parts.copy_(wholes[rank])
+        for t in (y, out, kept):
+            t.fill_(torch.nan)
+        if dice.random() < 0.3:
+            torch.cuda._sleep(int(random.random() * 4e6))
+        which = dice.choice(["gathers", "everything", "eager"])
+        {"gathers": graphs[0].replay, "everything": graphs[1].replay, "eager": everything}[which]()
+        x = torch.cat(shares).to(device)
+        assert torch.equal(y, x @ w.t()), (case, which)
+        if which != "gathers":
+            products = [(whole.to(device) @ w.t()).chunk(size)[rank].float() for whole in wholes]
+            assert torch.equal(out, sum(products[1:], products[0]).bfloat16()), (case, which)
+            assert torch.equal(kept, x), (case, which)
+
+
+@ranks(world_size=2, timeout_s=60)
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_a_captured_layer_trains_as_an_eager_one(rank_info: RankInfo, recipe: str) -> None:
+    """Column- and row-parallel, forward and backward in one graph."""
+    device, group, tokens = _device(rank_info), torch.distributed.group.WORLD, 128
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    use = OverlapUse(overlap=Overlap(SdmaTransport(group, device, probe=False), chunks=2))
+    of = plan(recipe)
+    kernels = LinearKernels.select(of, device, torch.bfloat16, wgrad_dtype=torch.bfloat16, accumulate=False)
+
+    def call(mode: str, overlap: OverlapUse | None) -> LinearCall:
+        parallel = TensorParallel(mode=mode, group=group, sequence_parallel=True)  # type: ignore[arg-type]
+        return LinearCall(plan=of, kernels=kernels, parallel=parallel, overlap=overlap)
+
+    torch.manual_seed(rank_info.seed + rank_info.rank)
+    x, dy = (torch.randn(tokens, K, device=device).bfloat16() for _ in range(2))
+    w1, w2 = (torch.randn(N, K, device=device).bfloat16() * 0.1 for _ in range(2))
+    leaves = [t.requires_grad_() for t in (x, w1, w2.t().contiguous())]
+
+    def step() -> list[Tensor]:
+        hidden = linear(leaves[0], leaves[1], None, call("column", use))
+        y = linear(hidden, leaves[2], None, call("row", use))
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    for _ in range(2):
+        expected = [t.clone() for t in step()]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        found = step()
+    for _ in range(5):
+        for t in found:
+            t.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
 
 
 @ranks(world_size=1)
