@@ -6,9 +6,23 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from primus_turbo_plugin.errors import ConfigError
-from primus_turbo_plugin.precision.vocabulary import check_choice, check_keys
+from primus_turbo_plugin.precision.vocabulary import check_choice, check_keys, nearest
 
 TRANSPORTS = ("auto", "sdma", "process_group", "shared_memory")
+LAYERS = (
+    "qkv",
+    "proj",
+    "fc1",
+    "fc2",
+    "q_proj",
+    "q_down_proj",
+    "q_up_proj",
+    "qkv_down_proj",
+    "kv_down_proj",
+    "kv_up_proj",
+)
+LAYERS += ("linear_mlp", "mtp_eh_proj")
+"""Megatron's `tp_comm_buffer_name` of the linears that its own specs build, 0.16 to 0.19."""
 _MAX_CHUNKS = 4
 _SWITCHES = ("ring", "gather", "scatter", "bulk_gather", "bulk_scatter", "scatter_dgrad")
 
@@ -29,7 +43,7 @@ class Communication:
         bulk_gather: The all-gather of x for wgrad, under dgrad of column-parallel layers.
         bulk_scatter: The reduce-scatter of dx, under wgrad of column-parallel layers.
         scatter_dgrad: That reduce-scatter behind dgrad, chunk by chunk, instead.
-        except_for: Megatron's names of layers that do not overlap: qkv, proj, fc1, fc2...
+        except_for: Megatron's names of layers that do not overlap, from `LAYERS`.
 
     Raises:
         ConfigError: A value is impossible.
@@ -66,6 +80,13 @@ class Communication:
             raise ConfigError(
                 f"communication.except_for: must be names such as qkv or fc1; got {list(self.except_for)!r}"
             )
+        for name in self.except_for:
+            if name not in LAYERS:
+                hint = nearest(name.rpartition(".")[2].removeprefix("linear_"), LAYERS)
+                raise ConfigError(
+                    f"communication.except_for: must name layers as Megatron names their buffers ({', '.join(LAYERS)}); "
+                    f"got {name!r}{hint}"
+                )
 
     @classmethod
     def from_value(cls, value: Any, *, where: str = "communication") -> Communication:

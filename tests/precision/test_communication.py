@@ -47,6 +47,11 @@ def test_true_and_false_stand_for_the_overlap() -> None:
         ({"chunks": 0}, "chunks: must be 1 to 4; got 0"),
         ({"chunks": 5}, "chunks"),
         ({"except_for": [1]}, "except_for: must be names"),
+        ({"except_for": ["qkv", "fc3"]}, "got 'fc3'; did you mean 'fc"),
+        (
+            {"except_for": "decoder.layers.0.mlp.linear_fc2"},
+            "linear_fc2'; did you mean 'fc2'?",
+        ),
         ("sdma", "must be a mapping"),
     ],
 )
