@@ -228,9 +228,9 @@ def _with_bf16_layers(config: Any, turbo: TurboConfig) -> TurboConfig:
 
 
 def _with_overlap(config: Any, turbo: TurboConfig) -> TurboConfig:
-    """Megatron's flags for the overlap of tensor-parallel collectives, as settings of ours."""
+    """Megatron's flags for the overlap of tensor-parallel collectives, as settings of ours, whichever of the two turns it on."""
     own = turbo.communication
-    if not config.tp_comm_overlap or turbo.linear != "turbo":
+    if not (config.tp_comm_overlap or own.tp_overlap) or turbo.linear != "turbo":
         return turbo
     if own.tp_overlap is False:
         raise ConfigError(
@@ -268,7 +268,8 @@ def _refused_overlap(config: Any, turbo: TurboConfig) -> Iterator[Reason]:
     ):
         yield (
             asked,
-            "True with CUDA graphs, which would replay one call's sequence numbers. Set --cuda-graph-impl none.",
+            f"True with CUDA graphs and 'transport: {turbo.communication.transport}': only 'sdma' can be captured. Name it, or "
+            "set --cuda-graph-impl none.",
         )
 
 

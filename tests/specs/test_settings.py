@@ -355,6 +355,8 @@ def test_megatrons_overlap_flags_become_settings_of_ours() -> None:
     found = resolve(with_settings(tp_comm_overlap=True, **SPLIT, **flags)).communication
     assert found == Communication(tp_overlap=True, bulk_scatter=False, scatter_dgrad=True, except_for=("qkv",))
     assert resolve(with_settings(**SPLIT, **flags)).communication == Communication()  # sub-flags of a flag that is off
+    ours = TurboConfig(communication=Communication(tp_overlap=True))
+    assert resolve(with_settings(**SPLIT, **flags), ours).communication == found  # and of an overlap that we turn on
 
 
 def test_a_setting_of_ours_stays_when_megatron_turns_overlap_on() -> None:
@@ -364,6 +366,17 @@ def test_a_setting_of_ours_stays_when_megatron_turns_overlap_on() -> None:
     own = TurboConfig(communication=Communication(except_for=("fc2", "qkv"), scatter_dgrad=True))
     found = resolve(with_settings(tp_comm_overlap=True, tp_comm_overlap_disable_qkv=True, **SPLIT), own).communication
     assert (found.except_for, found.scatter_dgrad) == (("fc2", "qkv"), True)
+
+
+def test_overlap_in_cuda_graphs_needs_the_transport_that_can_be_captured() -> None:
+    graphs = (
+        {"cuda_graph_impl": "local"} if hasattr(with_settings(), "cuda_graph_impl") else {"enable_cuda_graph": True}
+    )
+    asked = with_settings(**SPLIT, **graphs)
+    with pytest.raises(UnsupportedError) as refusal:
+        resolve(asked, TurboConfig(communication=Communication(tp_overlap=True)))
+    assert "only 'sdma' can be captured" in refusal.value.reasons["communication.tp_overlap"]
+    resolve(asked, TurboConfig(communication=Communication(tp_overlap=True, transport="sdma")))
 
 
 def test_contradictory_overlap_names_both() -> None:
