@@ -3,13 +3,17 @@
 Which transport serves is decided by one rule, and said on rank 0 when it is decided:
 
     named in the configuration    that one, or an error with its reason
-    auto, GPUs                    sdma; where it refuses, process_group
-    auto, CPU processes           shared_memory; where it refuses, process_group
+    auto, GPUs                    sdma; where it refuses on any rank, process_group on all
+    auto, CPU processes           shared_memory; where it refuses on any rank, process_group on all
+
+Every rank says what it lacks before one of them opens anything, and each later step that can fail on one rank is answered for by
+all, so that all decide alike and none waits for another. The decision stays for the job: memory that cannot be had later, for
+larger tensors, is an error on all ranks, not a change of transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -25,7 +29,7 @@ from primus_turbo_plugin.communication.transports.shared_memory import SharedMem
 from primus_turbo_plugin.errors import UnsupportedError
 from primus_turbo_plugin.precision.communication import Communication
 
-_KINDS: Mapping[str, Callable[[Group, torch.device], Transport]] = {
+_KINDS: Mapping[str, type[Transport]] = {
     "sdma": SdmaTransport,
     "shared_memory": SharedMemoryTransport,
     "process_group": ProcessGroupTransport,
@@ -103,13 +107,32 @@ def note_not_overlapped(what: str, why: str) -> None:
 
 
 def _open(group: Group, device: torch.device, name: str) -> tuple[Transport, str | None]:
-    if name != "auto":
-        return _KINDS[name](group, device), None
-    first = "sdma" if device.type == "cuda" else "shared_memory"
+    first = name
+    if name == "auto":
+        first = "sdma" if device.type == "cuda" else "shared_memory"
     try:
+        _refuse_together(group, _KINDS[first].local_refusal(device))
         return _KINDS[first](group, device), None
     except UnsupportedError as error:
+        if name != "auto":
+            raise
         return ProcessGroupTransport(group, device), f"{first}, because {error}"
+
+
+def _refuse_together(group: Group, refusal: str | None) -> None:
+    """Raises on all ranks what one of them lacks."""
+    told: list[str | None] = [None] * group.size()
+    dist.all_gather_object(told, refusal, group=group)
+    refusals: dict[str, list[int]] = {}
+    for rank, text in enumerate(told):
+        if text:
+            refusals.setdefault(text, []).append(dist.get_global_rank(group, rank))
+    if refusals:
+        raise UnsupportedError("; ".join(f"{text} (rank {_listed(ranks)})" for text, ranks in refusals.items()))
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _say(text: str) -> None:

@@ -5,19 +5,25 @@ What only a GPU can show (a copy engine that moves data, a stream that waits) is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
 import mmap
 import os
 import tempfile
 import threading
+import time
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from primus_turbo_plugin.communication import opening
 from primus_turbo_plugin.communication.overlap import Overlap, Payload
-from primus_turbo_plugin.communication.transports import peer_memory, sdma
+from primus_turbo_plugin.communication.transports import peer_memory, sdma, watchdog
 from primus_turbo_plugin.communication.transports.engines import Engine, spin_until
+from primus_turbo_plugin.errors import UnsupportedError
 from tests.support.distributed import RankInfo, ranks
 
 K = 16
@@ -41,6 +47,11 @@ class _Stream:
 
     def wait_event(self, event: _Event) -> None:
         self.do(event.happened.wait)
+
+    def query(self) -> bool:
+        event = _Event()
+        event.record(self)
+        return event.happened.wait(0.001)
 
     def wait_stream(self, other: _Stream) -> None:
         event = _Event()
@@ -67,6 +78,12 @@ class _Cuda:
     def synchronize(self, device: Any = None) -> None:
         pass
 
+    def set_device(self, device: Any) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
     def is_current_stream_capturing(self) -> bool:
         return False
 
@@ -78,6 +95,9 @@ class _Torch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+    def empty(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        return torch.empty(*args, **kwargs)
 
     def arange(self, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         return torch.arange(*args, **kwargs)
@@ -117,6 +137,12 @@ class _Api:
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         _Stream.by_handle[stream].do(lambda: ctypes.memmove(target, source, nbytes))
 
+    def download(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self.copy(target, source, nbytes, stream)
+
+    def leave_captures_alone(self) -> None:
+        pass
+
     def write(self, stream: int, address: int, value: int) -> None:
         word = ctypes.c_int32.from_address(address)
         _Stream.by_handle[stream].do(lambda: setattr(word, "value", value))
@@ -137,7 +163,7 @@ def _tensor_at(address: int, nbytes: int, device: Any) -> Tensor:
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def _transport(signal_by: Any) -> sdma.SdmaTransport:
+def _transport(signal_by: Any, **how: Any) -> sdma.SdmaTransport:
     fake = _Torch()
     api = _Api()
     sdma.torch = peer_memory.torch = fake  # type: ignore[attr-defined]
@@ -149,7 +175,102 @@ def _transport(signal_by: Any) -> sdma.SdmaTransport:
         memory="ipc",
         signal_by=signal_by,
         probe=False,
+        **how,
     )
+
+
+@ranks(world_size=3, timeout_s=60)
+def test_the_rank_that_a_gpu_waits_for_is_named_and_the_process_ends_at_the_limit(
+    rank_info: RankInfo, tmp_path: Any
+) -> None:
+    """Rank 1 is late; rank 2 waits for it as rank 0 does, and is not the one that is named."""
+    os.environ["FAKE_FOLDER"] = str(tmp_path)
+    given_up, said = threading.Event(), io.StringIO()
+    watchdog._exit = given_up.set
+    transport = _transport("copy", limit_s=0.9, warn_s=0.3)
+    overlap = Overlap(transport)
+    x = torch.ones(2, K)
+    overlap.start_gather(Payload.plain(x), label="first").wait()
+    torch.distributed.barrier()
+    with contextlib.redirect_stderr(said):
+        if rank_info.rank == 1:
+            time.sleep(2.5)
+        pending = overlap.start_gather(Payload.plain(x), label="layers.3.mlp.linear_fc1 fprop")
+        pending.wait()
+    torch.distributed.barrier()
+    lines = said.getvalue().splitlines()
+    if rank_info.rank == 1:
+        assert lines == []
+        assert not given_up.is_set()
+        return
+    start = f"primus-turbo: rank {rank_info.rank}: layers.3.mlp.linear_fc1 fprop has waited"
+    assert all(
+        line.startswith(start) and "for rank 1, last heard of 1 call(s) before this one" in line for line in lines
+    )
+    assert len(lines) >= 2
+    assert given_up.is_set()
+    assert "the process group's timeout, so this process ends" in lines[-1]
+    assert "this process ends" not in lines[0]
+
+
+def test_a_watchdog_is_quiet_while_there_is_progress() -> None:
+    seen = iter([(1, 3), (2, 3), (2, 3), (3, 3)])
+    dog = watchdog.Watchdog(0, [4, 5, 6], lambda arena, issued: next(seen), 100.0, warn_s=10.0)
+    said, issued = io.StringIO(), watchdog.Issued(3, ((1, 0), (2, 0)), "fprop")
+    with contextlib.redirect_stderr(said):
+        for now in (
+            0.0,
+            9.0,
+            18.0,
+            27.0,
+            40.0,
+            60.0,
+        ):  # issued; behind; moved; the same, not for long; there; not looked at
+            dog.look(0, issued, now)
+    assert said.getvalue() == ""
+    assert "rank 4: fprop has waited 12 s for ranks 5, 6, last" in dog.describe(issued, (1, 1), 12.0)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in dog.describe(issued, None, 12.0)
+
+
+@ranks(world_size=2, timeout_s=60)
+def test_memory_that_one_rank_cannot_have_is_an_error_on_all_and_tried_twice(
+    rank_info: RankInfo, tmp_path: Any
+) -> None:
+    """The slots are not of torch's cache, which may hold what is missing."""
+    os.environ["FAKE_FOLDER"] = str(tmp_path)
+    transport = _transport("copy")
+    allocate, tries = transport.api.allocate, []
+
+    def out_of_memory(nbytes: int) -> int:
+        tries.append(nbytes)
+        if rank_info.rank == 1 and len(tries) <= failures:
+            raise UnsupportedError("cuMemAlloc_v2 failed: out of memory")
+        return allocate(nbytes)
+
+    transport.api.allocate = out_of_memory  # type: ignore[method-assign]
+    failures = 1
+    transport.release(transport.allocate(1 << 12))
+    tries.clear()
+    failures = 2
+    with pytest.raises(UnsupportedError, match=r"bytes that peers can write into cannot be had: rank 1: cuMemAlloc"):
+        transport.allocate(1 << 12)
+    overlap = Overlap(transport)
+    (whole,) = overlap.start_gather(Payload.plain(torch.ones(2, K))).wait()  # and it may be tried again
+    assert torch.equal(whole, torch.ones(4, K))
+
+
+@ranks(world_size=2, timeout_s=60)
+def test_auto_is_decided_by_what_all_ranks_have(rank_info: RankInfo) -> None:
+    """A rank without a driver must not go its own way while the other waits for it."""
+    reason = "transport sdma: the CUDA driver cannot be used here"
+    refusals = {0: None, 1: reason}
+    opening.SdmaTransport.local_refusal = staticmethod(lambda device: refusals[rank_info.rank])  # type: ignore[method-assign]
+    opening.ProcessGroupTransport.__init__ = lambda self, group, device: None  # type: ignore[method-assign]
+    transport, refused = opening._open(torch.distributed.group.WORLD, torch.device("cuda"), "auto")
+    assert isinstance(transport, opening.ProcessGroupTransport)
+    assert refused == f"sdma, because {reason} (rank 1)"
+    with pytest.raises(UnsupportedError, match=r"driver cannot be used here \(rank 1\)"):
+        opening._open(torch.distributed.group.WORLD, torch.device("cuda"), "sdma")
 
 
 @ranks(world_size=[2, 3], timeout_s=60)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -209,6 +212,26 @@ def test_captured_collectives_are_replayed_among_eager_ones(
             products = [(whole.to(device) @ w.t()).chunk(size)[rank].float() for whole in wholes]
             assert torch.equal(out, sum(products[1:], products[0]).bfloat16()), (case, which)
             assert torch.equal(kept, x), (case, which)
+
+
+@ranks(world_size=2, timeout_s=60)
+def test_a_rank_that_keeps_the_others_gpu_waiting_is_named(rank_info: RankInfo) -> None:
+    """The flags are read while compute waits, and products that were issued meanwhile are right."""
+    device, rank, said = _device(rank_info), rank_info.rank, io.StringIO()
+    overlap = Overlap(SdmaTransport(torch.distributed.group.WORLD, device, probe=False, warn_s=0.5))
+    x = torch.full((64, K), float(rank), dtype=torch.bfloat16, device=device)
+    overlap.start_gather(Payload.plain(x), label="first").wait()
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+    with contextlib.redirect_stderr(said):
+        if rank == 1:
+            time.sleep(2.0)
+        (gathered,) = overlap.start_gather(Payload.plain(x), label="second").wait()
+        torch.cuda.synchronize()
+    assert gathered[:, 0].tolist() == [0.0] * 64 + [1.0] * 64
+    torch.distributed.barrier()
+    assert ("rank 0: second has waited" in said.getvalue()) == (rank == 0), said.getvalue()
+    assert ("for rank 1, last heard of 1 call(s) before this one" in said.getvalue()) == (rank == 0), said.getvalue()
 
 
 @ranks(world_size=2, timeout_s=60)

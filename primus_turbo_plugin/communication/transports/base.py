@@ -123,6 +123,11 @@ class Transport(abc.ABC):
         self.group, self.device = group, device
         self.rank, self.world_size = group.rank(), group.size()
 
+    @staticmethod
+    def local_refusal(device: torch.device) -> str | None:
+        """Why this process cannot use it, as far as it can tell without the others; asked of all ranks before one opens it."""
+        return None
+
     @abc.abstractmethod
     def allocate(self, nbytes: int) -> Arena:
         """Memory of `nbytes` on every rank. Collective.

@@ -7,8 +7,9 @@ ranks see each other's devices. Which one serves, and why not the other, is in t
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch import Tensor
 from primus_turbo_plugin.communication.collectives import Group
 from primus_turbo_plugin.communication.transports.device_api import DeviceApi, tensor_at
 from primus_turbo_plugin.errors import UnsupportedError
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -58,7 +61,7 @@ def symmetric_memory_refusal(group: Group, device: torch.device) -> str | None:
     failure = ""
     try:
         allocate_symmetric(1, group, device)
-    except RuntimeError as error:  # a driver or container that forbids it
+    except (RuntimeError, UnsupportedError) as error:  # a driver or container that forbids it
         failure = str(error).splitlines()[0]
     tried: list[str] = [""] * group.size()
     dist.all_gather_object(tried, failure, group=group)
@@ -66,10 +69,20 @@ def symmetric_memory_refusal(group: Group, device: torch.device) -> str | None:
 
 
 def allocate_symmetric(nbytes: int, group: Group, device: torch.device) -> PeerMemory:
-    """By torch. Collective."""
+    """By torch. Collective; an error of one rank is raised on all.
+
+    Raises:
+        UnsupportedError: Some rank cannot make the memory.
+    """
     from torch.distributed import _symmetric_memory
 
-    mine = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    mine, failure = None, ""
+    try:
+        mine = _again_without_cache(lambda: _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device))
+    except RuntimeError as error:
+        failure = str(error).splitlines()[0]
+    _raise_on_all(failure, nbytes, group)
+    assert mine is not None
     handle = _symmetric_memory.rendezvous(mine, group.group_name)
     offset = getattr(handle, "offset", 0)
     mine.zero_()
@@ -77,6 +90,27 @@ def allocate_symmetric(nbytes: int, group: Group, device: torch.device) -> PeerM
     dist.barrier(group=group)
     addresses = tuple(int(address) + offset for address in handle.buffer_ptrs)
     return PeerMemory(mine, addresses, kept=(mine, handle))
+
+
+def _again_without_cache(allocate: Callable[[], T]) -> T:
+    """The memory of slots is not torch's, which may hold what is missing without using it."""
+    try:
+        return allocate()
+    except RuntimeError:
+        torch.cuda.empty_cache()
+        return allocate()
+
+
+def _raise_on_all(failure: str, nbytes: int, group: Group) -> None:
+    told: list[str] = [""] * group.size()
+    dist.all_gather_object(told, failure, group=group)
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
+    if failures:
+        raise UnsupportedError(
+            f"transport sdma: {nbytes:,} bytes that peers can write into cannot be had: {'; '.join(failures)}. They hold two of "
+            "the largest tensor that is gathered or scattered: use a smaller micro-batch, leave layers out with "
+            "communication.except_for, or set 'transport: process_group'."
+        )
 
 
 def allocate_ipc(nbytes: int, group: Group, device: torch.device, api: DeviceApi) -> PeerMemory:
@@ -88,7 +122,7 @@ def allocate_ipc(nbytes: int, group: Group, device: torch.device, api: DeviceApi
     size, rank = group.size(), group.rank()
     owned, handle, failure = 0, b"", ""
     try:
-        owned = api.allocate(nbytes)
+        owned = _again_without_cache(lambda: api.allocate(nbytes))
         handle = api.share(owned)
     except UnsupportedError as error:
         failure = str(error)
@@ -108,8 +142,11 @@ def allocate_ipc(nbytes: int, group: Group, device: torch.device, api: DeviceApi
     dist.all_gather_object(opened, failure, group=group)
     failures += [f"rank {peer}: {text}" for peer, text in enumerate(opened) if text and not told[peer][2]]
     if failures:
+        if owned:
+            api.free(owned)
         raise UnsupportedError(
-            f"transport sdma: peers' memory cannot be had: {'; '.join(failures)}. Set 'transport: process_group'."
+            f"transport sdma: {nbytes:,} bytes that peers can write into cannot be had: {'; '.join(failures)}. "
+            "Set 'transport: process_group', or make the slots smaller (docs/communication.md, Memory)."
         )
     peers = tuple(address for peer, address in enumerate(addresses) if peer != rank)
     return PeerMemory(tensor_at(owned, nbytes, device), tuple(addresses), opened=peers, owned=owned)

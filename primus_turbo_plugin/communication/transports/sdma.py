@@ -14,6 +14,7 @@ call. All of it may be captured in a CUDA graph.
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -43,6 +44,7 @@ from primus_turbo_plugin.communication.transports.peer_memory import (
     free,
     symmetric_memory_refusal,
 )
+from primus_turbo_plugin.communication.transports.watchdog import WARN_S, Issued, Watchdog, group_timeout_s
 from primus_turbo_plugin.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 _FLAG_BYTES = 64  # a cache line each: words that are written from different ranks share none
 _TABLE = 1 << 16
+_PATIENCE, _PAUSE_S = 200, 0.01  # of the watchdog with a copy of the flags
 
 
 @dataclass(slots=True)
@@ -79,6 +82,8 @@ class SdmaTransport(Transport):
         memory: `symmetric`, `ipc`, or None for the first that works.
         signal_by: `copy` (4 bytes behind the data) or `write` (a stream's write-value operation).
         probe: Find out which engine moves the data; False says `not probed`.
+        limit_s: How long to wait for another rank before the process ends; None takes the group's timeout.
+        warn_s: How long before it is said.
     """
 
     def __init__(
@@ -89,12 +94,12 @@ class SdmaTransport(Transport):
         memory: Literal["symmetric", "ipc"] | None = None,
         signal_by: Literal["copy", "write"] = "copy",
         probe: bool = True,
+        limit_s: float | None = None,
+        warn_s: float = WARN_S,
     ) -> None:
         super().__init__(group, device)
-        if device.type != "cuda":
-            raise UnsupportedError(
-                f"transport sdma: moves GPU tensors, not {device.type}. Set 'transport: shared_memory'."
-            )
+        if (reason := self.local_refusal(device)) is not None:
+            raise UnsupportedError(reason)
         self.api, self.signal_by = device_api(), signal_by
         refusal = None if memory == "ipc" else symmetric_memory_refusal(group, device)
         if memory == "symmetric" and refusal is not None:
@@ -105,6 +110,15 @@ class SdmaTransport(Transport):
         self._lanes: list[torch.cuda.Stream] = []
         self._forks: list[torch.cuda.Event] = []
         self._joins: list[torch.cuda.Event] = []
+        self._arenas: dict[int, PeerArena] = {}
+        self._watchdog = Watchdog(
+            self.rank,
+            dist.get_process_group_ranks(group),
+            self._read_flags,
+            group_timeout_s(group) if limit_s is None else limit_s,
+            warn_s=warn_s,
+        )
+        self._side: tuple[torch.cuda.Stream, Tensor] | None = None  # of the watchdog
         where = "torch symmetric memory" if self._symmetric else f"IPC memory{f' ({refusal})' if refusal else ''}"
         waits = "stream wait-value" if self._waits_in_stream else "a one-wave kernel"
         self.capabilities = Capabilities(
@@ -114,6 +128,16 @@ class SdmaTransport(Transport):
             engine=self._probe() if probe else "not probed",
             detail=f"{self.api.copy_detail} into {where}; waits by {waits}",
         )
+
+    @staticmethod
+    def local_refusal(device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"transport sdma: moves GPU tensors, not {device.type}. Set 'transport: shared_memory'."
+        try:
+            device_api()
+        except UnsupportedError as error:
+            return str(error)
+        return None
 
     def _probe(self) -> str:
         """Of a copy to the right neighbour. Collective."""
@@ -127,7 +151,10 @@ class SdmaTransport(Transport):
         def copy(stream: int) -> None:
             self.api.copy(target, source.data_ptr(), source.nbytes, stream)
 
-        engine = probe_engine(copy, self.device)
+        try:
+            engine = probe_engine(copy, self.device)
+        except (RuntimeError, UnsupportedError) as error:  # the others must not wait for this rank
+            engine = f"an engine that could not be found out ({str(error).splitlines()[0]})"
         self.release(arena)
         found: list[str] = [""] * self.world_size
         dist.all_gather_object(found, engine, group=self.group)
@@ -141,7 +168,7 @@ class SdmaTransport(Transport):
         else:
             memory = allocate_ipc(total, self.group, self.device, self.api)
         numbers = torch.arange(_TABLE, dtype=torch.int32, device=self.device)
-        return PeerArena(
+        arena = PeerArena(
             mine=memory.mine[flag_bytes:],
             nbytes=nbytes,
             memory=memory,
@@ -149,9 +176,14 @@ class SdmaTransport(Transport):
             numbers=numbers,
             one=numbers[1:2].clone(),
         )
+        self._arenas[id(arena)] = arena
+        return arena
 
     def release(self, arena: Arena) -> None:
         assert isinstance(arena, PeerArena)
+        with self._watchdog.lock:
+            self._watchdog.issued.pop(id(arena), None)
+            del self._arenas[id(arena)]
         free(arena.memory, self.group, self.api)
 
     def capture_id(self) -> int:
@@ -166,6 +198,28 @@ class SdmaTransport(Transport):
         if value - arena.base >= _TABLE:
             arena.numbers += _TABLE
             arena.base += _TABLE
+        if exchange.waits:
+            self._watchdog.start()
+            self._watchdog.issued[id(arena)] = Issued(value, exchange.waits, label)
+
+    def close(self) -> None:
+        self._watchdog.stop()
+
+    def _read_flags(self, number: int, issued: Issued) -> tuple[int, ...] | None:
+        """By the watchdog's thread, past whatever the GPU waits for; None if that takes seconds."""
+        if self._side is None:
+            torch.cuda.set_device(self.device)
+            self.api.leave_captures_alone()
+            nbytes = self.world_size * MAX_FLAGS * _FLAG_BYTES
+            self._side = torch.cuda.Stream(self.device), torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        (stream, host), arena = self._side, self._arenas[number]
+        self.api.download(host.data_ptr(), arena.memory.addresses[self.rank], host.nbytes, stream.cuda_stream)
+        for _ in range(_PATIENCE):
+            if stream.query():
+                words = host.view(torch.int32)
+                return tuple(int(words[self._word(peer, flag) // 4]) for peer, flag in issued.waits)
+            time.sleep(_PAUSE_S)
+        return None
 
     def resume(self, arena: Arena) -> None:
         self._follow()
