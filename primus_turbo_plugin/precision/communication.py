@@ -9,19 +9,18 @@ from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.precision.vocabulary import check_choice, check_keys, nearest
 
 TRANSPORTS = ("auto", "sdma", "process_group", "shared_memory")
-LAYERS = (
+LAYERS: tuple[str, ...] = (
     "qkv",
     "proj",
     "fc1",
     "fc2",
+    "linear_mlp",
+    "mtp_eh_proj",
     "q_proj",
     "q_down_proj",
     "q_up_proj",
-    "qkv_down_proj",
-    "kv_down_proj",
-    "kv_up_proj",
 )
-LAYERS += ("linear_mlp", "mtp_eh_proj")
+LAYERS += ("qkv_down_proj", "kv_down_proj", "kv_up_proj")
 """Megatron's `tp_comm_buffer_name` of the linears that its own specs build, 0.16 to 0.19."""
 _MAX_CHUNKS = 4
 _SWITCHES = ("ring", "gather", "scatter", "bulk_gather", "bulk_scatter", "scatter_dgrad")

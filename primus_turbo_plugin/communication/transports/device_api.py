@@ -118,7 +118,7 @@ class _Cuda(DeviceApi):
         u64, u32, size, void = ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p
         self._handle = _handle_type()
         p = ctypes.POINTER
-        signatures = {
+        signatures: dict[str, list[Any]] = {
             "cuMemAlloc_v2": [p(u64), size],
             "cuMemFree_v2": [u64],
             "cuMemsetD8_v2": [u64, ctypes.c_ubyte, size],
@@ -203,7 +203,7 @@ class _Hip(DeviceApi):
         void, u32, size = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t
         self._handle = _handle_type()
         p = ctypes.POINTER
-        signatures = {
+        signatures: dict[str, list[Any]] = {
             "hipExtMallocWithFlags": [p(void), size, u32],
             "hipFree": [void],
             "hipMemset": [void, ctypes.c_int, size],
