@@ -38,6 +38,8 @@ _BACKEND_MODULES = (
     "primus_turbo_plugin.kernels.reference.norm",
     "primus_turbo_plugin.kernels.triton.attention",
     "primus_turbo_plugin.kernels.reference.attention",
+    "primus_turbo_plugin.kernels.triton.grouped_gemm",
+    "primus_turbo_plugin.kernels.triton.grouped_quantize",
     "primus_turbo_plugin.kernels.per_expert",
     "primus_turbo_plugin.kernels.reference.grouped_gemm",
     "primus_turbo_plugin.kernels.reference.grouped_quantize",

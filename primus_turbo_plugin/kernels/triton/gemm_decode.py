@@ -90,12 +90,13 @@ def decoded(values, META: tl.constexpr):
 
 
 @triton.jit
-def load_mx_scale(scale_ptr, row, k0, stored, META: tl.constexpr, BLOCK_K: tl.constexpr):
-    """E8M0 bytes `[rows, BLOCK_K / 32]`."""
+def load_mx_scale(scale_ptr, row, k0, stored, META: tl.constexpr, BLOCK_K: tl.constexpr, end=None):
+    """E8M0 bytes `[rows, BLOCK_K / 32]`; 1 from element `end` on, None for `stored`."""
     block = k0 // 32 + tl.arange(0, BLOCK_K // 32)
     line = row // META.block_outer
     place = scale_ptr + line.to(tl.int64)[:, None] * (stored // 32) + block[None, :]
-    return tl.load(place, mask=(block * 32 < stored)[None, :], other=127)
+    last = stored if end is None else end
+    return tl.load(place, mask=(block * 32 < last)[None, :], other=127)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from primus_turbo_plugin.kernels.triton.gemm_order import tile_of
 
 
 @triton.jit
-def _load_stored(
+def load_stored(
     ptr, row0, rows, k0, stored, stride_row, stride_k,
     META: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
     OUTER: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr,
@@ -54,7 +54,7 @@ def _load_stored(
 
 
 @triton.jit
-def _store(
+def store_tile(
     acc, base, n0, rows, N, stride_om, stride_on,
     PARTS: tl.constexpr, ACCUMULATE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -74,8 +74,8 @@ def _store(
         height: tl.constexpr = acc.shape[0]
         half: tl.constexpr = acc.shape[1] // 2
         left, right = tl.split(tl.permute(tl.reshape(acc, (height, 2, half)), (0, 2, 1)))
-        _store(left, base, n0, rows, N, stride_om, stride_on, PARTS // 2, ACCUMULATE, WIDE)
-        _store(right, base, n0 + half, rows, N, stride_om, stride_on, PARTS // 2, ACCUMULATE, WIDE)
+        store_tile(left, base, n0, rows, N, stride_om, stride_on, PARTS // 2, ACCUMULATE, WIDE)
+        store_tile(right, base, n0 + half, rows, N, stride_om, stride_on, PARTS // 2, ACCUMULATE, WIDE)
 
 
 @triton.jit
@@ -104,10 +104,10 @@ def _tile(
     turned: tl.constexpr = B.element == "plain" or UNITS == "fp8"
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(begin, end, BLOCK_K):
-        a = _load_stored(
+        a = load_stored(
             a_ptr, m0, M, k0, a_stored, stride_am, stride_ak, A, BLOCK_M, BLOCK_K, EVEN_M, EVEN_K, A_OUTER, False, WIDE
         )
-        b = _load_stored(
+        b = load_stored(
             b_ptr, n0, N, k0, b_stored, stride_bn, stride_bk, B, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, B_OUTER, turned, WIDE
         )
         if UNITS == "half":
@@ -140,7 +140,7 @@ def _tile(
     base = out_ptr + m0.to(tl.int64) * stride_om
     if SPLIT_K > 1:
         base += share.to(tl.int64) * M * N
-    _store(acc, base, n0, M - m0, N, stride_om, stride_on, PARTS, ACCUMULATE, WIDE)
+    store_tile(acc, base, n0, M - m0, N, stride_om, stride_on, PARTS, ACCUMULATE, WIDE)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ in every call, which costs more host time than a small product takes on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,7 @@ class _Launcher:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     """How a kernel reads an operand.
 
     Attributes:
@@ -156,8 +156,8 @@ class Program:
         calls: The calls, tensors as Slots.
     """
 
-    left: _Source
-    right: _Source
+    left: Source
+    right: Source
     parts: tuple[int, int, int] | None
     calls: tuple[KernelCall, ...]
     _launchers: list[_Launcher] = field(default_factory=list, repr=False)
@@ -190,7 +190,7 @@ def plan(
 def program_of(a: Operand, b: Operand, y: torch.Tensor, key: GemmKey, config: GemmConfig) -> Program:
     """The program of a product. `config` must suit the key (`gemm_config.refusal`)."""
     calls: list[KernelCall] = []
-    left, right = (_source(n, x, kind, key, config, calls) for n, x, kind in (("a", a, key.a), ("b", b, key.b)))
+    left, right = (source_of(n, x, kind, key, config, calls) for n, x, kind in (("a", a, key.a), ("b", b, key.b)))
     parts = (config.split_k, key.rows, key.cols) if config.split_k > 1 else None
     if config.loads == "descriptors":
         calls.append(_multiply_descriptors(left, right, key, config))
@@ -202,24 +202,24 @@ def program_of(a: Operand, b: Operand, y: torch.Tensor, key: GemmKey, config: Ge
     return Program(left, right, parts, tuple(calls))
 
 
-def _source(
+def source_of(
     name: str, operand: Operand, kind: OperandKey, key: GemmKey, config: GemmConfig, calls: list[KernelCall]
-) -> _Source:
+) -> Source:
     """How an operand is read; appends the call that decodes it, if one does."""
     from primus_turbo_plugin.kernels.triton.gemm_decode import PLAIN, OperandMeta
 
     if not isinstance(operand, QuantizedTensor):
-        return _Source(name, PLAIN, operand.shape[1], operand.stride(), kind.contiguous == "outer")
+        return Source(name, PLAIN, operand.shape[1], operand.stride(), kind.contiguous == "outer")
     meta, stored, strides = OperandMeta.of(operand), operand.padded_contraction, operand.data.stride()
     if config.units == "half" and config.decode == "scratch":
         width = -(-key.contraction // _SCRATCH_ROW_ELEMENTS) * _SCRATCH_ROW_ELEMENTS
         calls.append(_decode(name, operand, meta, key.contraction, width))
-        return _Source(name, meta.decoded(), key.contraction, (width, 1), scratch=(operand.outer, width))
+        return Source(name, meta.decoded(), key.contraction, (width, 1), scratch=(operand.outer, width))
     if config.units == "fp8" and config.decode == "scratch":
         calls.append(_to_fnuz(name, operand))
         view = _FNUZ_DTYPES[kind.element]
-        return _Source(name, meta, stored, strides, view=view, scratch=tuple(operand.data.shape))  # type: ignore[arg-type]
-    return _Source(name, meta, stored, strides, view=_FP8_DTYPES[kind.element] if config.units == "fp8" else None)
+        return Source(name, meta, stored, strides, view=view, scratch=tuple(operand.data.shape))  # type: ignore[arg-type]
+    return Source(name, meta, stored, strides, view=_FP8_DTYPES[kind.element] if config.units == "fp8" else None)
 
 
 def _decode(name: str, operand: QuantizedTensor, meta: Any, length: int, width: int) -> KernelCall:
@@ -247,7 +247,7 @@ def _to_fnuz(name: str, operand: QuantizedTensor) -> KernelCall:
 
 
 def _multiply_pointers(
-    a: _Source, b: _Source, result: str, strides: tuple[int, ...], key: GemmKey, config: GemmConfig
+    a: Source, b: Source, result: str, strides: tuple[int, ...], key: GemmKey, config: GemmConfig
 ) -> KernelCall:
     """The product into `[M, N]` of those strides, or into partial sums `[split_k, M, N]`."""
     from primus_turbo_plugin.kernels.triton.gemm_kernel import gemm_nt_kernel
@@ -267,18 +267,18 @@ def _multiply_pointers(
         **_constants(a, b, key, config), "ACCUMULATE": key.accumulate and config.split_k == 1,
         "EVEN_M": key.rows % block_m == 0, "EVEN_N": key.cols % block_n == 0,
         "EVEN_K": key.contraction % block_k == 0 and min(a.stored, b.stored) >= key.contraction,
-        "WIDE": max(block * abs(stride) for block, stride in reach) >= _WIDE_OFFSET,
+        "WIDE": reaches_far(reach),
         "XCDS": config.num_xcds, "SPLIT_K": config.split_k,
         "FNUZ": config.units == "fp8" and config.decode == "scratch",
     }  # fmt: skip
     grid = (min(pieces, key.compute_units) if config.persistent else pieces,)
-    return KernelCall(gemm_nt_kernel, grid, args, constants, _options(config))
+    return KernelCall(gemm_nt_kernel, grid, args, constants, options_of(config))
 
 
-def _multiply_descriptors(a: _Source, b: _Source, key: GemmKey, config: GemmConfig) -> KernelCall:
+def _multiply_descriptors(a: Source, b: Source, key: GemmKey, config: GemmConfig) -> KernelCall:
     from primus_turbo_plugin.kernels.triton.gemm_descriptor_kernel import gemm_descriptor_kernel
 
-    def described(source: _Source, block: int) -> Slot:
+    def described(source: Source, block: int) -> Slot:
         if source.outer:
             return Slot(source.name, (config.block_k, block), turned=True)
         return Slot(source.name, (block, config.block_k))
@@ -292,10 +292,10 @@ def _multiply_descriptors(a: _Source, b: _Source, key: GemmKey, config: GemmConf
     constants = {**_constants(a, b, key, config), "ACCUMULATE": key.accumulate}
     tiles = config.tiles(key)
     grid = (min(tiles, key.compute_units) if config.persistent else tiles,)
-    return KernelCall(gemm_descriptor_kernel, grid, args, constants, _options(config))
+    return KernelCall(gemm_descriptor_kernel, grid, args, constants, options_of(config))
 
 
-def _operands(a: _Source, b: _Source, key: GemmKey, config: GemmConfig) -> dict[str, Any]:
+def _operands(a: Source, b: Source, key: GemmKey, config: GemmConfig) -> dict[str, Any]:
     """Arguments that both multiplying kernels take."""
     return {
         "a_ptr": Slot("a"), "a_scale": Slot("a_scale"), "b_ptr": Slot("b"), "b_scale": Slot("b_scale"), "bias_ptr": Slot("bias"),
@@ -303,7 +303,7 @@ def _operands(a: _Source, b: _Source, key: GemmKey, config: GemmConfig) -> dict[
     }  # fmt: skip
 
 
-def _constants(a: _Source, b: _Source, key: GemmKey, config: GemmConfig) -> dict[str, Any]:
+def _constants(a: Source, b: Source, key: GemmKey, config: GemmConfig) -> dict[str, Any]:
     """Compile-time constants that both multiplying kernels take."""
     return {
         "A": a.meta, "B": b.meta, "A_OUTER": a.outer, "B_OUTER": b.outer, "UNITS": config.units,
@@ -325,7 +325,13 @@ def _sum_shares(strides: tuple[int, ...], key: GemmKey, config: GemmConfig) -> K
     return KernelCall(sum_shares_kernel, grid, args, constants, {"num_warps": 4})
 
 
-def _options(config: GemmConfig) -> dict[str, int]:
+def reaches_far(reach: Iterable[tuple[int, int]]) -> bool:
+    """Whether offsets inside a tile need 64 bits: (size, stride) of everything that is read or written."""
+    return max(size * abs(stride) for size, stride in reach) >= _WIDE_OFFSET
+
+
+def options_of(config: GemmConfig) -> dict[str, int]:
+    """How a kernel is compiled."""
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     amd = {"matrix_instr_nonkdim": config.matrix_instr_nonkdim, "waves_per_eu": config.waves_per_eu}
     return options | {name: value for name, value in amd.items() if value}

@@ -14,7 +14,10 @@ from primus_turbo_plugin.kernels.tuning.entry import Versions
 K = TypeVar("K")
 C = TypeVar("C")
 
-TUNABLE_MODULES = ("primus_turbo_plugin.kernels.triton.gemm_tuning",)
+TUNABLE_MODULES = (
+    "primus_turbo_plugin.kernels.triton.gemm_tuning",
+    "primus_turbo_plugin.kernels.triton.grouped_gemm_tuning",
+)
 """Modules that define `TUNABLE`."""
 
 NOT_INSTALLED = "none"

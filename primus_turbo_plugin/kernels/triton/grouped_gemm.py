@@ -1,0 +1,164 @@
+"""Grouped GEMMs of experts (Triton): what they serve, and the one place where a product's configuration is chosen.
+
+Operands are multiplied as `kernels/triton/gemm.py` multiplies them: FP8 by FP8 units, MX by scaled matrix units where there are
+any, all else as bf16, decoded once. Offsets stay on the device. `grouped_gemm_launch` makes the kernel calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from primus_turbo_plugin.errors import ConfigError, ShapeError
+from primus_turbo_plugin.kernels.grouped_checks import Operand, check_depth, check_rows
+from primus_turbo_plugin.kernels.groups import Groups
+from primus_turbo_plugin.kernels.registry import Backend
+from primus_turbo_plugin.kernels.requests import GroupedGemmRequest
+from primus_turbo_plugin.kernels.triton import gemm, grouped_gemm_key
+from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
+from primus_turbo_plugin.kernels.triton.grouped_gemm_key import GroupedGemmKey, depth_key, rows_key
+from primus_turbo_plugin.kernels.triton.grouped_gemm_launch import plan_depth, plan_rows
+from primus_turbo_plugin.kernels.triton.grouped_gemm_tuning import TUNABLE
+from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
+from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+
+Resolve = Callable[[GroupedGemmKey], GemmConfig]
+
+
+@torch.no_grad()
+def grouped_gemm_nt(
+    a: Operand,
+    b: Operand,
+    groups: Groups,
+    *,
+    out_dtype: torch.dtype,
+    config: GemmConfig | None = None,
+    resolve: Resolve | None = None,
+) -> torch.Tensor:
+    """y[rows of g] = a[rows of g] @ b[g].T for every group, in one launch beside those that decode operands.
+
+    Args:
+        a: `[T, K]`, plain (bf16 or fp16, any strides) or quantised along K with scales of single rows.
+        b: `[groups, N, K]`, any strides; quantised `[groups * N, K]`.
+        groups: Of a's rows; those of nobody get zeros.
+        out_dtype: dtype of the result.
+        config: How to compute it; None takes `resolve`'s choice.
+        resolve: Chooses by the product's key; None is `resolve_config`. `Backend.tune` puts a tuning table here.
+
+    Returns:
+        `[T, N]`.
+
+    Raises:
+        ShapeError: Shapes, devices or rotations do not fit.
+        ConfigError: `config` cannot serve this product.
+    """
+    cols = check_rows(a, b, groups)
+    whole = groups.host is None or groups.host[-1] == groups.total
+    y = torch.empty(a.shape[0], cols, dtype=out_dtype, device=a.device) if whole else a_zero(a, cols, out_dtype)
+    if 0 in (a.shape[0], a.shape[1], cols):
+        return y.zero_()
+    key = rows_key(a, b, cols, groups, out_dtype)
+    config = _checked(key, config, resolve)
+    with torch.cuda.device(y.device):
+        for call in plan_rows(a, b, groups, y, key, config):
+            call.run()
+    return y
+
+
+@torch.no_grad()
+def grouped_gemm_depth(
+    a: Operand,
+    b: Operand,
+    groups: Groups,
+    out: torch.Tensor,
+    *,
+    accumulate: bool,
+    config: GemmConfig | None = None,
+    resolve: Resolve | None = None,
+) -> torch.Tensor:
+    """out[g] (+)= a[:, rows of g] @ b[:, rows of g].T for every group, in one launch beside those that decode operands.
+
+    Args:
+        a: `[M, T]`, plain (bf16 or fp16, any strides) or quantised along T.
+        b: `[N, T]`, likewise.
+        groups: Of the contraction; of quantised operands, `Groups.padded` to whole blocks.
+        out: `[groups, M, N]`, contiguous along N. An empty group's becomes zero, or stays as it is with `accumulate`.
+        accumulate: Add to `out`, which is float32 then.
+        config: As in `grouped_gemm_nt`.
+        resolve: As in `grouped_gemm_nt`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ShapeError: Shapes, dtypes, strides, devices or rotations do not fit.
+        ConfigError: `config` cannot serve this product.
+    """
+    check_depth(a, b, groups, out, accumulate=accumulate)
+    if out.stride(2) != 1 and out.shape[2] > 1:
+        raise ShapeError(
+            f"grouped_gemm_depth (triton): out must be contiguous along its last axis, got strides {list(out.stride())}."
+        )
+    if not out.numel():
+        return out
+    if groups.total == 0:
+        return out if accumulate else out.zero_()
+    key = depth_key(a, b, groups, out, accumulate=accumulate)
+    config = _checked(key, config, resolve)
+    with torch.cuda.device(out.device):
+        for call in plan_depth(a, b, groups, out, key, config, multiple=offset_multiple(a, b)):
+            call.run()
+    return out
+
+
+def a_zero(a: Operand, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """A result of zeros for a's rows."""
+    return torch.zeros(a.shape[0], cols, dtype=dtype, device=a.device)
+
+
+def offset_multiple(a: Operand, b: Operand) -> int:
+    """What all offsets into the contraction are multiples of: an operand's blocks and rotations do not span two groups."""
+    return max(x.spec.contraction_multiple if isinstance(x, QuantizedTensor) else 1 for x in (a, b))
+
+
+def _checked(key: GroupedGemmKey, config: GemmConfig | None, resolve: Resolve | None) -> GemmConfig:
+    if config is None:
+        return (resolve or resolve_config)(key)
+    reason = grouped_gemm_key.refusal(key, config)
+    if reason is not None:
+        raise ConfigError(f"grouped_gemm: {key} cannot be computed with {config}: {reason}.")
+    return config
+
+
+def resolve_config(key: GroupedGemmKey) -> GemmConfig:
+    """How a product is computed unless the caller says: as this package's own tuning table has it, else `default_config`."""
+    return tuning_table().config(TUNABLE, key)
+
+
+def tuned(table: TuningTable) -> Any:
+    """These kernels, configured by a tuning table."""
+    resolve = functools.partial(table.config, TUNABLE)
+    return SimpleNamespace(
+        grouped_gemm_nt=functools.partial(grouped_gemm_nt, resolve=resolve),
+        grouped_gemm_depth=functools.partial(grouped_gemm_depth, resolve=resolve),
+    )
+
+
+def supports(request: GroupedGemmRequest) -> str | None:
+    """None, or why these kernels cannot multiply these operands: the reasons of the ordinary GEMM."""
+    return gemm.supports(request.dense())
+
+
+BACKEND = Backend(
+    name="triton",
+    request=GroupedGemmRequest,
+    kernels=sys.modules[__name__],
+    supports=supports,
+    matrix_units=gemm.BACKEND.matrix_units,
+    tune=tuned,
+)

@@ -1,0 +1,142 @@
+"""A grouped product as the kernel calls that a `GemmConfig` makes of it: decode into scratch, then multiply."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from primus_turbo_plugin.kernels.groups import Groups
+from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
+from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand
+from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall, Slot, Source, options_of, reaches_far, source_of
+from primus_turbo_plugin.kernels.triton.grouped_gemm_key import GroupedGemmKey
+from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+
+
+def plan_rows(
+    a: Operand, b: Operand, groups: Groups, y: torch.Tensor, key: GroupedGemmKey, config: GemmConfig
+) -> list[KernelCall]:
+    """The calls after which y[rows of g] = a[rows of g] @ b[g].T."""
+    from primus_turbo_plugin.kernels.triton.grouped_gemm_descriptor_kernel import grouped_rows_descriptor_kernel
+    from primus_turbo_plugin.kernels.triton.grouped_gemm_kernel import grouped_rows_kernel
+
+    cols, count = y.shape[1], groups.count
+    flat = b if isinstance(b, QuantizedTensor) else b[0]
+    left, right, calls, tensors = _sources(a, flat, replace(key.dense, contraction=key.inner), config)
+    stride_bg = b.stride(0) if isinstance(b, torch.Tensor) else cols * right.strides[0]
+    if isinstance(b, torch.Tensor):
+        tensors["b"] = b
+    args = {
+        "a_scale": Slot("a_scale"), "b_scale": Slot("b_scale"), "out_ptr": y, "offsets_ptr": groups.offsets,
+        "N": cols, "length": key.inner, "a_stored": left.stored, "b_stored": right.stored, "stride_om": y.stride(0),
+        "stride_bsg": _scales_a_group(b, cols),
+    }  # fmt: skip
+    constants = {**_constants(left, right, config), "GROUPS": count, "SEARCH": max(_power_of_two(count), 2)}
+    tiles = (-(-y.shape[0] // config.block_m) + count) * -(-cols // config.block_n)
+    grid = (min(tiles, key.compute_units),)
+    if config.loads == "descriptors":
+        matrix = tensors["b"]
+        if isinstance(b, torch.Tensor):
+            matrix = b.transpose(1, 2).flatten(0, 1) if right.outer else b.flatten(0, 1)
+            tensors["b"] = matrix
+        args |= {
+            "a_desc": Slot("a", (config.block_m, config.block_k)),
+            "b_desc": Slot("b", (config.block_k, config.block_n) if right.outer else (config.block_n, config.block_k)),
+        }  # fmt: skip
+        del constants["A_OUTER"]
+        constants["FLATTEN"] = config.persistent
+        multiply = KernelCall(grouped_rows_descriptor_kernel, grid, args, constants, options_of(config))
+    else:
+        args |= {
+            "a_ptr": Slot("a"), "b_ptr": Slot("b"), "stride_am": left.strides[0], "stride_ak": left.strides[1],
+            "stride_bg": stride_bg, "stride_bn": right.strides[0], "stride_bk": right.strides[1],
+        }  # fmt: skip
+        constants |= _pointer_constants(left, right, y.stride(0), key, config, even_n=cols % config.block_n == 0)
+        constants["EVEN_K"] = key.inner % config.block_k == 0 and min(left.stored, right.stored) >= key.inner
+        multiply = KernelCall(grouped_rows_kernel, grid, args, constants, options_of(config))
+    return [call.bind(tensors) for call in (*calls, multiply)]
+
+
+def plan_depth(
+    a: Operand, b: Operand, groups: Groups, out: torch.Tensor, key: GroupedGemmKey, config: GemmConfig, *, multiple: int
+) -> list[KernelCall]:
+    """The calls after which out[g] (+)= a[:, rows of g] @ b[:, rows of g].T.
+
+    Args:
+        multiple: What all offsets are multiples of.
+    """
+    from primus_turbo_plugin.kernels.triton.grouped_gemm_descriptor_kernel import grouped_depth_descriptor_kernel
+    from primus_turbo_plugin.kernels.triton.grouped_gemm_kernel import grouped_depth_kernel
+
+    rows, cols = out.shape[1:]
+    left, right, calls, tensors = _sources(a, b, replace(key.dense, contraction=groups.total), config)
+    args: dict[str, Any] = {
+        "a_ptr": Slot("a"), "a_scale": Slot("a_scale"), "b_ptr": Slot("b"), "b_scale": Slot("b_scale"), "out_ptr": out,
+        "offsets_ptr": groups.offsets, "M": rows, "N": cols, "a_stored": left.stored, "b_stored": right.stored,
+        "stride_am": left.strides[0], "stride_ak": left.strides[1], "stride_bn": right.strides[0],
+        "stride_bk": right.strides[1], "stride_og": out.stride(0), "stride_om": out.stride(1),
+    }  # fmt: skip
+    constants = {
+        **_constants(left, right, config), "GROUPS": groups.count, "MULTIPLE": multiple, "ACCUMULATE": key.accumulate
+    }  # fmt: skip
+    tiles = -(-rows // config.block_m) * -(-cols // config.block_n) * groups.count
+    pointers = _pointer_constants(left, right, out.stride(1), key, config, even_n=cols % config.block_n == 0)
+    if config.loads == "descriptors":
+        args |= {
+            "a_desc": _described("a", left, config.block_m, config), "b_desc": _described("b", right, config.block_n, config)
+        }  # fmt: skip
+        constants["WIDE"] = pointers["WIDE"]
+        multiply = KernelCall(grouped_depth_descriptor_kernel, (tiles,), args, constants, options_of(config))
+    else:
+        constants |= {**pointers, "EVEN_K": multiple % config.block_k == 0}
+        grid = (min(tiles, key.compute_units),)
+        multiply = KernelCall(grouped_depth_kernel, grid, args, constants, options_of(config))
+    return [call.bind(tensors) for call in (*calls, multiply)]
+
+
+def _sources(
+    a: Operand, b: Operand, key: GemmKey, config: GemmConfig
+) -> tuple[Source, Source, list[KernelCall], dict[str, torch.Tensor | None]]:
+    """How both operands are read, the calls that decode them, and what the slots of all calls hold."""
+    calls: list[KernelCall] = []
+    left, right = (source_of(n, x, kind, key, config, calls) for n, x, kind in (("a", a, key.a), ("b", b, key.b)))
+    return left, right, calls, {**left.tensors(a), **right.tensors(b)}
+
+
+def _constants(left: Source, right: Source, config: GemmConfig) -> dict[str, Any]:
+    return {
+        "A": left.meta, "B": right.meta, "A_OUTER": left.outer, "B_OUTER": right.outer, "UNITS": config.units,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": config.group_m,
+        "PARTS": config.epilogue_parts,
+    }  # fmt: skip
+
+
+def _pointer_constants(
+    left: Source, right: Source, stride_om: int, key: GroupedGemmKey, config: GemmConfig, *, even_n: bool
+) -> dict[str, Any]:
+    reach = [(config.block_m, left.strides[0]), (config.block_n, right.strides[0]), (config.block_m, stride_om)]
+    reach += [(config.block_k, left.strides[1]), (config.block_k, right.strides[1])]
+    return {
+        "EVEN_N": even_n, "WIDE": reaches_far(reach), "XCDS": config.num_xcds,
+        "FNUZ": config.units == "fp8" and config.decode == "scratch",
+    }  # fmt: skip
+
+
+def _described(name: str, source: Source, block: int, config: GemmConfig) -> Slot:
+    if source.outer:
+        return Slot(name, (config.block_k, block), turned=True)
+    return Slot(name, (block, config.block_k))
+
+
+def _scales_a_group(b: Operand, cols: int) -> int:
+    """Scales of one expert's weight."""
+    if not isinstance(b, QuantizedTensor):
+        return 0
+    height = b.spec.block_shape[0]
+    return -(-cols // height) * b.plain().block_scale.shape[1]
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
