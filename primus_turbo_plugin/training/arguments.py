@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -30,6 +31,9 @@ CPU_DEFAULTS: dict[str, Any] = {
     "num_workers": 0,  # the cores are busy with the model, and memory-mapped tokens cost nothing to read
 }
 
+# What Megatron defaults to and only Transformer Engine has.
+ENGINE_ONLY_DEFAULTS: dict[str, Any] = {"apply_rope_fusion": False}
+
 # Megatron 0.19 has none, and divides by it even with --eval-iters 0; its earlier releases' default.
 _EVAL_INTERVAL = 1000
 
@@ -42,6 +46,8 @@ def parser_extension(device: str) -> Callable[[argparse.ArgumentParser], argpars
         add_run_arguments(parser)
         if parser.get_default("eval_interval") is None:
             parser.set_defaults(eval_interval=_EVAL_INTERVAL)
+        if not importlib.util.find_spec("transformer_engine"):
+            parser.set_defaults(**ENGINE_ONLY_DEFAULTS)
         if device == "cpu":
             parser.set_defaults(**CPU_DEFAULTS)
         parser.error = lambda message: _refuse(parser, message)  # type: ignore[method-assign]

@@ -153,6 +153,7 @@ def _train(argv: Sequence[str], device: str) -> None:
     asked = arguments.parse(argv, device)
     turbo = preflight.check(asked)
     args = arguments.parse_and_set_up(argv, device)
+    _say_what_is_off(args)
     with refusals("model configuration"):
         model = gpt_model.model_config(args, turbo)
         config = pretrain_cfg_container_from_args(args, model)
@@ -168,6 +169,15 @@ def _train(argv: Sequence[str], device: str) -> None:
             store=_store(args),
         )
     _shut_down()
+
+
+def _say_what_is_off(args: argparse.Namespace) -> None:
+    if args.rank != 0 or args.device == "cpu" or args.position_embedding_type != "rope":
+        return
+    if not (args.apply_rope_fusion or importlib.util.find_spec("transformer_engine")):
+        print(
+            "rotary embedding: not fused (the fused kernel is Transformer Engine's, which is not installed)", flush=True
+        )
 
 
 def _store(args: argparse.Namespace) -> Any:

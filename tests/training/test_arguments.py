@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from primus_turbo_plugin.errors import ConfigError
@@ -32,3 +34,20 @@ def test_cpu_defaults_are_arguments_of_megatron_and_can_be_overridden(monkeypatc
     assert {name: on_cpu[name] for name in arguments.CPU_DEFAULTS} == arguments.CPU_DEFAULTS
     assert {name for name in plain if plain[name] != on_cpu[name]} <= arguments.CPU_DEFAULTS.keys()
     assert arguments.parse(tiny_gpt("--num-workers", "3"), "cpu").num_workers == 3
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_what_only_transformer_engine_can_do_is_on_by_default_where_it_is_installed(
+    engine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("megatron.training", reason="the wheel of megatron-core 0.16 has no training loop")
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py"])
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *rest: (object() if engine else None) if name == "transformer_engine" else find(name, *rest),
+    )
+    parsed = vars(arguments.parse(tiny_gpt(), "cuda"))
+    assert {name: parsed[name] for name in arguments.ENGINE_ONLY_DEFAULTS} == dict.fromkeys(
+        arguments.ENGINE_ONLY_DEFAULTS, engine
+    )
