@@ -36,7 +36,10 @@ import pytest
 
 from tests.support import seeds
 
-_PRELOAD = ["torch", "torch.distributed", "tests.support.preload"]
+_PRELOAD = ["torch", "torch.distributed"]
+_HAS_GPU = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/kfd"))
+if not _HAS_GPU:  # Megatron asks for the number of GPUs as it is imported, after which no fork may use one
+    _PRELOAD.append("tests.support.preload")
 _GRACE_S = 3.0  # how long the other ranks may go on after the first failure, to show theirs
 
 
