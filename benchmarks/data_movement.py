@@ -64,7 +64,7 @@ Calls = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Ablation], Kern
 
 def _gfx1250(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor, programs: int, ablation: Ablation) -> KernelCall:
     tile = gemm_gfx1250_plan.tiles_for("bf16", "bf16")[0]  # the same for both variants
-    return gemm_gfx1250.gemm_call(a, b, y, programs=programs, tile=tile, ablation=ablation)
+    return gemm_gfx1250.gemm_call(a, b, y, cus=programs, tile=tile, ablation=ablation)
 
 
 def _gfx950(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor, programs: int, ablation: Ablation) -> KernelCall:

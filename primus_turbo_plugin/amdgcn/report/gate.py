@@ -23,6 +23,7 @@ class IsaGate:
         required_anywhere: Patterns that must occur somewhere (prologue, epilogue).
         forbidden: Patterns that must not occur in the hot loop.
         forbidden_anywhere: Patterns that must not occur at all.
+        limits: (pattern, most) of instructions that may occur in the hot loop, but not more often.
         max_vgprs: Vector registers, if bounded.
         min_workgroups: Work-groups a compute unit must be able to hold.
         bound_by: Pipeline the static estimate must name as the limit (`mma`, `lds`, `valu`).
@@ -36,6 +37,7 @@ class IsaGate:
     required_anywhere: tuple[str, ...] = ()
     forbidden: tuple[str, ...] = ()
     forbidden_anywhere: tuple[str, ...] = ()
+    limits: tuple[tuple[str, int], ...] = ()
     max_vgprs: int | None = None
     min_workgroups: int | None = None
     bound_by: str | None = None
@@ -63,6 +65,10 @@ def _opcodes(report: IsaReport, gate: IsaGate) -> list[str]:
             if found:
                 counted = ", ".join(f"{opcode} x{mix[opcode]}" for opcode in found)
                 problems.append(f"{place} holds {counted}, forbidden by {pattern!r}")
+    for pattern, most in gate.limits:
+        count = sum(loop[opcode] for opcode in _matching(pattern, loop))
+        if count > most:
+            problems.append(f"hot loop holds {count} instructions matching {pattern!r}, at most {most} allowed")
     return problems
 
 

@@ -1,29 +1,25 @@
 """GEMMs of gfx1250: from tensors to a call of `gemm_gfx1250_kernel`. Plain, FP8 and MX operands; dense, and grouped for experts.
 
-    gemm_nt             y = a @ b.T (+ bias), or out += a @ b.T
-    grouped_gemm_nt     the same for stretches of a's rows, each with its own b: fprop and dgrad of experts
-    grouped_gemm_depth  out[g] = a[:, stretch] @ b[:, stretch].T: wgrad of experts
-
-Plain operands may be contiguous along either axis, which covers NT, NN and TN. No AMD GPU has run these kernels; see docs/amd.md.
+`entries.Entries` says what the functions do. Plain operands that are contiguous along neither axis are copied first. No AMD GPU
+has run these kernels; see docs/amd.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import torch
 
 from primus_turbo_plugin.errors import ShapeError
-from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt, common_length
+from primus_turbo_plugin.kernels.gemm_checks import common_length
 from primus_turbo_plugin.kernels.gluon import operand_kinds, triton_release
+from primus_turbo_plugin.kernels.gluon.entries import Entries, Operand, check_rows_contiguous, depth_multiple
 from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_plan import GemmPlan, Tile, complete
-from primus_turbo_plugin.kernels.gluon.grouping import check_offsets, row_tiles
+from primus_turbo_plugin.kernels.gluon.grouping import check_offsets, num_groups, row_tiles
 from primus_turbo_plugin.kernels.requests import GemmRequest
 from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
-
-Operand = Union[torch.Tensor, QuantizedTensor]  # noqa: UP007  (evaluated at run time; Python 3.10's torch.Tensor has no |)
 
 OLDEST_TRITON = (3, 8)
 NUM_WARPS = 4
@@ -52,89 +48,6 @@ def supports(request: GemmRequest) -> str | None:
     return operand_kinds.refusal(request) or triton_refusal()
 
 
-@torch.no_grad()
-def gemm_nt(
-    a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """y = a @ b.T (+ bias), accumulated in fp32 and rounded once to `out_dtype`.
-
-    Args:
-        a: `[M, K]`, plain or quantised; a plain operand that is contiguous along neither axis is copied.
-        b: `[N, K]`, likewise.
-        out_dtype: dtype of the result; float32 when `out` is given.
-        bias: `[N]`, added in fp32 before the rounding; not together with `out`.
-        out: fp32 `[M, N]`, contiguous along N, accumulated into in place and returned.
-
-    Returns:
-        `[M, N]` in `out_dtype`, or `out`.
-
-    Raises:
-        ShapeError: Shapes, dtypes, devices, strides or rotations do not fit.
-    """
-    check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out)
-    _check_rows("out", out)
-    y = out if out is not None else torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    if y.numel() == 0:
-        return y
-    if a.shape[1] == 0:
-        return y if out is not None else (y.zero_() if bias is None else y.copy_(bias.expand_as(y)))
-    with torch.cuda.device(a.device):
-        gemm_call(a, b, y, bias=bias, accumulate=out is not None, programs=_programs(y)).run()
-    return y
-
-
-@torch.no_grad()
-def grouped_gemm_nt(
-    a: Operand, b: Operand, offsets: torch.Tensor, *, out_dtype: torch.dtype, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """y[rows of g] = a[rows of g] @ b[g].T (+ bias[g]) for every group (expert), in one launch.
-
-    Args:
-        a: `[T, K]`, rows sorted by group, contiguous along either axis.
-        b: `[groups, N, K]`, contiguous along N or K within a group; quantised: `[groups * N, K]`.
-        offsets: int32 or int64 `[groups + 1]` on the device: group g has rows offsets[g] ... offsets[g + 1] - 1, the last
-            ends at T. Groups may be empty. Never read on the host.
-        out_dtype: dtype of the result.
-        bias: `[groups, N]`.
-
-    Returns:
-        `[T, N]`.
-    """
-    groups = offsets.numel() - 1
-    cols = b.shape[1] if isinstance(b, torch.Tensor) else b.shape[0] // groups
-    y = torch.empty(a.shape[0], cols, dtype=out_dtype, device=a.device)
-    if y.numel():
-        with torch.cuda.device(a.device):
-            grouped_call(a, b, offsets, y, bias=bias, programs=_programs(y)).run()
-    return y
-
-
-@torch.no_grad()
-def grouped_gemm_depth(
-    a: Operand, b: Operand, offsets: torch.Tensor, out: torch.Tensor, *, accumulate: bool
-) -> torch.Tensor:
-    """out[g] (+)= a[:, s] @ b[:, s].T with s = offsets[g] ... offsets[g + 1] - 1: a wgrad per expert, in one launch.
-
-    Args:
-        a: `[M, T]` (the transposed view of dy, say), contiguous along either axis; MX operands need offsets that are multiples
-            of 32.
-        b: `[N, T]`, likewise.
-        offsets: int32 or int64 `[groups + 1]` on the device.
-        out: `[groups, M, N]`, contiguous along N; an empty group's becomes zero, or stays as it is with `accumulate`.
-        accumulate: Add to `out`, which is float32 then.
-
-    Returns:
-        `out`.
-    """
-    if accumulate and out.dtype != torch.float32:
-        raise ShapeError(f"grouped_gemm_depth: out must be float32 to accumulate into, got {out.dtype}.")
-    if out.numel():
-        with torch.cuda.device(a.device):
-            depth_call(a, b, offsets, out, accumulate=accumulate, programs=_programs(out)).run()
-    return out
-
-
-# -- calls as data ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class _Source:
     """An operand as the kernel reads it: `[rows, K]`, or `[groups, rows, K]` with a stride between groups."""
@@ -167,7 +80,7 @@ def _source(operand: Operand) -> _Source:
 
 
 def _plan(
-    a: _Source, b: _Source, y: torch.Tensor, rows: int, groups: int, grouped: str, accumulate: bool, programs: int,
+    a: _Source, b: _Source, y: torch.Tensor, rows: int, groups: int, grouped: str, accumulate: bool, cus: int,
     length: int | None, ablation: Ablation, tile: Tile | None, bias: bool,
 ) -> GemmPlan:  # fmt: skip
     wanted = GemmPlan(
@@ -175,12 +88,12 @@ def _plan(
         ROW_SCALE=not a.is_mx and a.scale is not None, ACCUMULATE=accumulate, GROUPED=grouped, GROUPS=groups,
         TDM=ablation.tdm, TRANSPOSE_LOAD=ablation.transpose_load,
     )  # fmt: skip
-    return complete(wanted, tile, rows, y.shape[-1], programs, length, y.element_size(), bias)
+    return complete(wanted, tile, rows, y.shape[-1], cus, length, y.element_size(), bias)
 
 
 def _call(
     a: _Source, b: _Source, y: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor | None, sizes: dict[str, int],
-    plan: GemmPlan, tiles: int, programs: int, strides: dict[str, int], table: torch.Tensor | None = None,
+    plan: GemmPlan, tiles: int, cus: int, strides: dict[str, int], table: torch.Tensor | None = None,
 ) -> KernelCall:  # fmt: skip
     from primus_turbo_plugin.kernels.gluon.gemm_gfx1250_kernel import gemm_gfx1250_kernel
 
@@ -190,7 +103,7 @@ def _call(
         "stride_a": a.stride, "stride_sa": a.stride_scale, "stride_b": b.stride, "stride_sb": b.stride_scale,
         "stride_bg": 0, "stride_sbg": 0, "stride_c": y.stride(-2), "stride_cg": 0, **strides,
     }  # fmt: skip
-    return KernelCall(gemm_gfx1250_kernel, (max(min(tiles, programs), 1),), args, {"P": plan}, {"num_warps": NUM_WARPS})
+    return KernelCall(gemm_gfx1250_kernel, (max(min(tiles, cus), 1),), args, {"P": plan}, {"num_warps": NUM_WARPS})
 
 
 def _length(a: Operand, b: Operand, source: _Source) -> int:
@@ -209,14 +122,14 @@ def gemm_call(
     *,
     bias: torch.Tensor | None = None,
     accumulate: bool = False,
-    programs: int,
+    cus: int,
     tile: Tile | None = None,
     ablation: Ablation = Ablation(),
 ) -> KernelCall:
     """The call that makes y `[M, N]` of a `[M, K]` and b `[N, K]`.
 
     Args:
-        programs: Work-groups that share the tiles.
+        cus: Compute units: work-groups that share the tiles.
         tile: Instead of the one chosen.
         ablation: Features switched off.
 
@@ -225,11 +138,11 @@ def gemm_call(
     """
     left, right = _source(a), _source(b)
     rows, cols, length = a.shape[0], b.shape[0], _length(a, b, left)
-    plan = _plan(left, right, y, rows, 1, "none", accumulate, programs, length, ablation, tile, bias is not None)
+    plan = _plan(left, right, y, rows, 1, "none", accumulate, cus, length, ablation, tile, bias is not None)
     if not ablation.tdm:
         _check_aligned(left, right, rows, cols, length)
     tiles = -(-rows // plan.BM) * -(-cols // plan.BN)
-    return _call(left, right, y, bias, None, {"M": rows, "N": cols, "K": length}, plan, tiles, programs, {})
+    return _call(left, right, y, bias, None, {"M": rows, "N": cols, "K": length}, plan, tiles, cus, {})
 
 
 def grouped_call(
@@ -239,11 +152,14 @@ def grouped_call(
     y: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    programs: int,
+    cus: int,
+    multiple: int = 1,
+    check_on_device: bool = False,
     tile: Tile | None = None,
 ) -> KernelCall:
     """The call behind `grouped_gemm_nt`."""
-    groups = check_offsets("grouped_gemm_nt", offsets)
+    groups = num_groups("grouped_gemm_nt", offsets)
+    check_offsets("grouped_gemm_nt", offsets, y.shape[0], multiple, check_on_device)
     left, right = _source(a), _source(b)
     rows, cols = y.shape
     weight = (groups, cols, a.shape[1]) if isinstance(b, torch.Tensor) else (groups * cols, a.shape[1])
@@ -254,7 +170,7 @@ def grouped_call(
         )
     length = a.shape[1] if isinstance(a, torch.Tensor) else _length(a, b, left)
     average = -(-rows // groups)
-    plan = _plan(left, right, y, average, groups, "rows", False, programs, None, Ablation(), tile, bias is not None)
+    plan = _plan(left, right, y, average, groups, "rows", False, cus, None, Ablation(), tile, bias is not None)
     table = row_tiles(offsets, plan.BM, rows)
     tiles = (table.numel() - groups - 1) * -(-cols // plan.BN)
     plain = isinstance(b, torch.Tensor)
@@ -263,7 +179,7 @@ def grouped_call(
         "stride_sbg": cols * right.stride_scale if right.is_mx else 0,
     }
     sizes = {"M": rows, "N": cols, "K": length}
-    return _call(left, right, y, bias, offsets, sizes, plan, tiles, programs, strides, table)
+    return _call(left, right, y, bias, offsets, sizes, plan, tiles, cus, strides, table)
 
 
 def depth_call(
@@ -273,32 +189,28 @@ def depth_call(
     out: torch.Tensor,
     *,
     accumulate: bool,
-    programs: int,
+    cus: int,
+    multiple: int | None = None,
+    check_on_device: bool = False,
     tile: Tile | None = None,
 ) -> KernelCall:
     """The call behind `grouped_gemm_depth`."""
-    groups = check_offsets("grouped_gemm_depth", offsets)
+    groups = num_groups("grouped_gemm_depth", offsets)
+    check_offsets("grouped_gemm_depth", offsets, a.shape[1], depth_multiple(a, multiple), check_on_device)
     left, right = _source(a), _source(b)
-    _check_rows("out", out)
+    check_rows_contiguous(out)
     if tuple(out.shape) != (groups, a.shape[0], b.shape[0]) or a.shape[1] != b.shape[1] or left.is_mx != right.is_mx:
         raise ShapeError(
             f"grouped_gemm_depth: a must be [M, T], b [N, T] of the same kind and out [{groups}, M, N]; got a {list(a.shape)}, "
             f"b {list(b.shape)}, out {list(out.shape)}."
         )
+    if accumulate and out.dtype != torch.float32:
+        raise ShapeError(f"grouped_gemm_depth: out must be float32 to accumulate into, got {out.dtype}.")
     rows, cols = out.shape[1:]
-    plan = _plan(left, right, out, rows, groups, "depth", accumulate, programs, None, Ablation(), tile, False)
+    plan = _plan(left, right, out, rows, groups, "depth", accumulate, cus, None, Ablation(), tile, False)
     tiles = -(-rows // plan.BM) * -(-cols // plan.BN) * groups
     sizes = {"M": rows, "N": cols, "K": a.shape[1]}
-    return _call(left, right, out, None, offsets, sizes, plan, tiles, programs, {"stride_cg": out.stride(0)})
-
-
-# -- checks -------------------------------------------------------------------------------------------------------------
-def _check_rows(name: str, tensor: torch.Tensor | None) -> None:
-    if tensor is not None and tensor.stride(-1) != 1:
-        raise ShapeError(
-            f"gemm: {name} must be contiguous along its last axis, got strides {list(tensor.stride())}. "
-            f"Accumulate into a contiguous tensor."
-        )
+    return _call(left, right, out, None, offsets, sizes, plan, tiles, cus, {"stride_cg": out.stride(0)})
 
 
 def _check_aligned(a: _Source, b: _Source, rows: int, cols: int, length: int) -> None:
@@ -312,5 +224,7 @@ def _check_aligned(a: _Source, b: _Source, rows: int, cols: int, length: int) ->
             )
 
 
-def _programs(tensor: torch.Tensor) -> int:
-    return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
+_ENTRIES = Entries(gemm_call, grouped_call, depth_call)
+gemm_nt = _ENTRIES.gemm_nt
+grouped_gemm_nt = _ENTRIES.grouped_gemm_nt
+grouped_gemm_depth = _ENTRIES.grouped_gemm_depth

@@ -63,19 +63,19 @@ def dense(
     ablation: Ablation = FULL,
 ) -> Case:
     """y = a @ b.T of random operands on two work-groups."""
-    launch = partial(gemm_call, programs=2, tile=tile, ablation=ablation)
+    launch = partial(gemm_call, cus=2, tile=tile, ablation=ablation)
     return gemm_targets.dense(a, b, sizes, launch, out_dtype=out_dtype, bias=bias, accumulate=accumulate)
 
 
 def by_rows(spec: QuantSpec | None, b_k: bool, tile: Tile, depth: int) -> Case:
     """Experts: fprop and dgrad."""
-    launch = partial(grouped_call, programs=3, tile=tile)
+    launch = partial(grouped_call, cus=3, tile=tile)
     return gemm_targets.by_rows(spec, b_k, GROUP_SIZES, 200, depth, launch)
 
 
 def by_depth(spec: QuantSpec | None, sizes: tuple[int, ...], tile: Tile, accumulate: bool) -> Case:
     """Experts: wgrad."""
-    launch = partial(depth_call, programs=3, tile=tile)
+    launch = partial(depth_call, cus=3, tile=tile)
     return gemm_targets.by_depth(
         spec, sizes, (160, 200), launch, accumulate=accumulate, offsets_dtype=torch.int32 if accumulate else torch.int64
     )

@@ -27,6 +27,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_scales import arrange_scale, load_scale, step_scale
+from primus_turbo_plugin.kernels.gluon.gemm_gfx950_schedule import copy_region, read_region, scale_region, snake
 from primus_turbo_plugin.kernels.gluon.gemm_gfx950_tiles import (
     cell_type,
     depth_mask,
@@ -42,31 +43,6 @@ from primus_turbo_plugin.kernels.gluon.gemm_gfx950_tiles import (
 
 _READ_SIXTEEN = gl.constexpr(",".join(["=s"] * 16 + ["v"] * 16))
 """Operands of `_order`: a lane's accumulators of one 64 x 64 part, and as many scalar results that nobody uses."""
-
-
-@gluon.constexpr_function
-def snake(r, pieces):
-    """Column of the r-th piece: left to right in the first row of pieces, back in the second, and so on."""
-    return r % pieces if r // pieces % 2 == 0 else pieces - 1 - r % pieces
-
-
-@gluon.constexpr_function
-def copy_region(q, upper, pieces):
-    """After which piece the q-th copy starts: in the first half of a step, to have landed when it is waited for."""
-    return min(q, upper * pieces // 2)
-
-
-@gluon.constexpr_function
-def scale_region(q, upper, pieces):
-    """After which piece the scales of the q-th piece of the next tile are loaded: early as well, one after each."""
-    return min(q + 3, upper * pieces - 2)
-
-
-@gluon.constexpr_function
-def read_region(q, upper, pieces, last, P):
-    """After which piece the q-th operand of the next step is read: evenly; a third or quarter later where copies come first."""
-    first = upper * pieces // (3 if is_half(P) else 4) if last else 0
-    return first + q * (upper * pieces - first) // (upper + pieces)
 
 
 @gluon.jit
@@ -89,11 +65,13 @@ def _multiply(a, a_scale, b, b_scale, accumulator, P: gl.constexpr):
 
 
 @gluon.jit
-def _scale_of(scales, which: gl.constexpr, index: gl.constexpr, t: gl.constexpr, step: gl.constexpr, P: gl.constexpr):
-    """A piece's MX scales in this step, or 0."""
+def _scale_of(scales, which: gl.constexpr, index: gl.constexpr, block, blocks, t: gl.constexpr, step: gl.constexpr,
+              MASKED: gl.constexpr, P: gl.constexpr):  # fmt: skip
+    """A piece's MX scales in this step, or 0; `block` is that of the next tile."""
     value = 0
     if P.MX:
-        value = step_scale(arrange_scale(scales[which], index, P), index, t, step, P)
+        arranged = arrange_scale(scales[which], index, block - tile_blocks(P), blocks, MASKED, P)
+        value = step_scale(arranged, index, t, step, P)
     return value
 
 
@@ -149,6 +127,7 @@ def _step(
     pieces: gl.constexpr = P.BN // P.HN
     last: gl.constexpr = step == P.STEPS - 1
     at_end: gl.constexpr = COPY == "none" and t == 1 and last
+    masked: gl.constexpr = COPY != "all" and not P.EVEN_K
     copies: gl.constexpr = last and COPY != "none"
     stage: gl.constexpr = (t + 1) % 2 if last else t
     following: gl.constexpr = 0 if last else step + 1
@@ -158,6 +137,7 @@ def _step(
         gl.barrier()
         if P.ORDER == "fence":
             _order(sums[0], P)
+    here = block
     a_next = ()
     b_next = ()
     added = ()
@@ -165,9 +145,9 @@ def _step(
     for r in gl.static_range(upper * pieces):
         piece = _multiply(
             a_now[r // pieces],
-            _scale_of(scales, r // pieces, 0, t, step, P),
+            _scale_of(scales, r // pieces, 0, here, blocks, t, step, masked, P),
             b_now[snake(r, pieces)],
-            _scale_of(scales, upper + snake(r, pieces), 1, t, step, P),
+            _scale_of(scales, upper + snake(r, pieces), 1, here, blocks, t, step, masked, P),
             sums[r],
             P,
         )
@@ -193,7 +173,7 @@ def _step(
                         stride_sb,
                         block,
                         blocks,
-                        COPY != "all",
+                        masked,
                         P,
                     ),
                 )
@@ -343,7 +323,7 @@ def gemm_gfx950_kernel(
                     stride_sb,
                     block,
                     blocks,
-                    True,
+                    not P.EVEN_K,
                     P,
                 ),
             )

@@ -26,23 +26,46 @@ from primus_turbo_plugin.kernels.gluon.gemm_gfx950_plan import Tile, tiles_for
 from primus_turbo_plugin.kernels.gluon.gemm_targets import BF16_STEP, FP32_STEP, Case, Make, plain, quantized
 from primus_turbo_plugin.precision.formats import Format
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
+from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 
 GROUP_SIZES = (100, 0, 37, 130, 1)
 DEPTH_SIZES = (100, 0, 37, 420, 1)
 MX_DEPTH_SIZES = (96, 0, 32, 800)
+WIDE_DEPTH_SIZES = (512, 0, 256)
 
 FULL = Ablation()
 
 
-def gate(*required: str, floor: float | None = None, bound: str | None = "mma") -> IsaGate:
-    """Tiles by direct copies, nothing narrow, no spills; the matrix unit is the limit (not of small tiles)."""
+_NOT_DIRECT = (
+    "ds_write.*",
+    "global_load.*",
+    "flat_load.*",
+    "buffer_load_dword(x[23])? lds",
+    "s_buffer_load.*",
+    "buffer_load_dwordx[234]",
+    "buffer_load_.*(byte|short).*",
+)
+"""How a tile could get into LDS otherwise: through registers. Nothing but MX scales goes there from memory, by 32-bit loads."""
+
+
+def gate(*required: str, floor: float | None = None, bound: str | None = "mma", scale_loads: int = 0) -> IsaGate:
+    """Tiles by direct copies, nothing narrow, no spills; the matrix unit is the limit (not of small tiles).
+
+    Args:
+        scale_loads: MX scales: 32-bit loads in an iteration of two tiles, two a piece of 64 rows and tile (one of plain FP8's).
+    """
     return IsaGate(
         required=("buffer_load_dwordx4 lds", *required),
-        forbidden=("ds_write.*", "buffer_load_dwordx[24]", "scratch_.*"),
+        forbidden=_NOT_DIRECT,
         forbidden_anywhere=("ds_read_u16.*", "ds_read_u8.*", "scratch_.*"),
+        limits=(("buffer_load_dword", scale_loads),),
         bound_by=bound,
         min_mca_share=floor,
     )
+
+
+def _scaled_gate(opcode: str, scale_loads: int, **fields: Any) -> IsaGate:
+    return gate(opcode, scale_loads=scale_loads, **fields)
 
 
 def dense(
@@ -61,16 +84,29 @@ def dense(
     return gemm_targets.dense(a, b, sizes, launch, out_dtype=out_dtype, bias=bias, accumulate=accumulate)
 
 
-def by_rows(spec: QuantSpec | None, b_k: bool, tile: Tile, depth: int, wide: torch.dtype = torch.int32) -> Case:
-    """Experts: fprop and dgrad."""
-    launch = partial(grouped_call, cus=1, tile=tile)
-    return gemm_targets.by_rows(spec, b_k, GROUP_SIZES, 160, depth, launch, offsets_dtype=wide)
+def by_rows(
+    spec: QuantSpec | None,
+    b_k: bool,
+    tile: Tile,
+    depth: int,
+    wide: torch.dtype = torch.int32,
+    *,
+    shuffled: bool = False,
+) -> Case:
+    """Experts: fprop and dgrad, weights with MX scales in the gfx950 layout; `shuffled`: so has a, experts of whole pieces."""
+    launch = partial(grouped_call, cus=1, tile=tile, multiple=32 if shuffled else 1)
+    sizes = MX_DEPTH_SIZES if shuffled else GROUP_SIZES
+    layouts: tuple[ScaleLayout, ScaleLayout] = ("gfx950" if shuffled else "plain", "gfx950")
+    return gemm_targets.by_rows(spec, b_k, sizes, 160, depth, launch, offsets_dtype=wide, scale_layouts=layouts)
 
 
-def by_depth(spec: QuantSpec | None, sizes: tuple[int, ...], tile: Tile, accumulate: bool) -> Case:
-    """Experts: wgrad."""
-    launch = partial(depth_call, cus=1, tile=tile)
-    return gemm_targets.by_depth(spec, sizes, (136, 72), launch, accumulate=accumulate)
+def by_depth(
+    spec: QuantSpec | None, sizes: tuple[int, ...], tile: Tile, accumulate: bool, *, shuffled: bool = False
+) -> Case:
+    """Experts: wgrad; `shuffled`: MX scales in the gfx950 layout, experts of whole pieces of it."""
+    launch = partial(depth_call, cus=1, tile=tile, multiple=256 if shuffled else None)
+    layout: ScaleLayout = "gfx950" if shuffled else "plain"
+    return gemm_targets.by_depth(spec, sizes, (136, 72), launch, accumulate=accumulate, scale_layout=layout)
 
 
 def target(name: str, case: Case, isa_gate: IsaGate | None, tolerance: float = BF16_STEP) -> KernelTarget:
@@ -102,7 +138,7 @@ def isa_targets() -> list[KernelTarget]:
     fp4, fp4_square = QuantSpec(format=Format.MXFP4), QuantSpec(format=Format.MXFP4, block="32x32")
     plain_mfma, scaled = "v_mfma_f32_32x32x16_bf16", "v_mfma_scale_f32_32x32x64_f8f6f4"
     turned = ("ds_read_b64_tr_b16", plain_mfma)
-    bytewise = gate(scaled, bound=None)  # plain scales: experts' rows start anywhere
+    mx = partial(_scaled_gate, scaled)
     into: dict[str, Any] = {"out_dtype": torch.float32, "accumulate": True}
     little: dict[str, Any] = {"bound": None}
     return [
@@ -116,19 +152,35 @@ def isa_targets() -> list[KernelTarget]:
         ),
         target("gfx950_bf16_nt_small", dense(k, k, (136, 136, 328), small), gate(plain_mfma, **little)),
         target("gfx950_fp8", dense(_operand(row), _operand(whole), (264, 200, 656), eight), gate("v_mfma.*32x32x64.*")),
-        target("gfx950_mxfp8", dense(_operand(_eight("e4m3")), _operand(_eight("e5m2")), (264, 200, 672), eight), gate(scaled)),
-        target("gfx950_mxfp4", dense(_operand(fp4), _operand(fp4_square), (264, 200, 1312), fp4_large), gate(scaled, floor=0.9)),
-        target("gfx950_mxfp4_even", dense(_operand(fp4), _operand(fp4), (256, 192, 1536), fp4_large), gate(scaled, floor=0.92)),
+        target("gfx950_mxfp8", dense(_operand(_eight("e4m3")), _operand(_eight("e5m2")), (264, 200, 672), eight), mx(28)),
+        target("gfx950_mxfp4", dense(_operand(fp4), _operand(fp4_square), (264, 200, 1312), fp4_large), mx(28, floor=0.95)),
+        target("gfx950_mxfp4_even", dense(_operand(fp4), _operand(fp4), (256, 192, 1536), fp4_large), mx(28, floor=0.95)),
         target(
-            "gfx950_mxfp4_fp32", dense(_operand(fp4), _operand(fp4), (136, 72, 1568), fp4_small, **into), gate(scaled, **little),
+            "gfx950_mxfp4_fp32", dense(_operand(fp4), _operand(fp4), (136, 72, 1568), fp4_small, **into), mx(16, **little),
             FP32_STEP,
         ),
         target("gfx950_bf16_experts_fprop", by_rows(None, True, small, 328), gate(plain_mfma, **little)),
         target("gfx950_bf16_experts_dgrad", by_rows(None, False, small, 328, torch.int64), gate(*turned, **little)),
         target("gfx950_bf16_experts_wgrad", by_depth(None, DEPTH_SIZES, small, True), gate(*turned, **little), FP32_STEP),
         target("gfx950_bf16_experts_wgrad_first", by_depth(None, DEPTH_SIZES, small, False), gate(*turned, **little), FP32_STEP),
-        target("gfx950_mxfp4_experts_fprop", by_rows(fp4, True, fp4_small, 1312), bytewise),
-        target("gfx950_mxfp8_experts_wgrad", by_depth(_eight("e4m3"), MX_DEPTH_SIZES, eight_small, True), bytewise, FP32_STEP),
+        target("gfx950_mxfp4_experts_fprop", by_rows(fp4, True, fp4_small, 1312), mx(16, **little)),
+        target(
+            "gfx950_mxfp4_experts_fprop_aligned", by_rows(fp4, True, fp4_large, 1312, shuffled=True),
+            mx(28, floor=0.95),
+        ),
+        target("gfx950_mxfp8_experts_fprop", by_rows(_eight("e4m3"), True, eight_small, 672), mx(12, **little)),
+        target(
+            "gfx950_mxfp4_experts_wgrad", by_depth(fp4, MX_DEPTH_SIZES, fp4_large, True),
+            mx(28, floor=0.95), FP32_STEP,
+        ),
+        target(
+            "gfx950_mxfp8_experts_wgrad", by_depth(_eight("e4m3"), MX_DEPTH_SIZES, eight_small, True),
+            mx(8, **little), FP32_STEP,
+        ),
+        target(
+            "gfx950_mxfp8_experts_wgrad_aligned", by_depth(_eight("e4m3"), WIDE_DEPTH_SIZES, eight_small, False, shuffled=True),
+            mx(16, **little), FP32_STEP,
+        ),
         *_ablations(large),
     ]  # fmt: skip
 

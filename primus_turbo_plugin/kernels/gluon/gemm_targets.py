@@ -14,6 +14,7 @@ from primus_turbo_plugin.amdgcn.targets import KernelTarget
 from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 
 BF16_STEP = 2.0**-7
 """Results are rounded to bfloat16; a sum in another order may round to the neighbour."""
@@ -97,6 +98,7 @@ def by_rows(
     launch: Launch,
     *,
     offsets_dtype: torch.dtype = torch.int32,
+    scale_layouts: tuple[ScaleLayout, ScaleLayout] = ("plain", "plain"),
 ) -> Case:
     """Experts: fprop (b contiguous along K) and dgrad (along N), with a bias, empty and tiny groups."""
 
@@ -113,6 +115,7 @@ def by_rows(
         else:
             left, right = quantized(rng, total, depth, spec), quantized(rng, groups * cols, depth, spec)
             weights = values(right).reshape(groups, cols, -1)
+            left, right = (x.with_scale_layout(layout) for x, layout in zip((left, right), scale_layouts))
         bias = torch.from_numpy(rng.standard_normal((groups, cols), np.float32))
         x = values(left)
         want = np.concatenate(
@@ -135,6 +138,7 @@ def by_depth(
     *,
     accumulate: bool,
     offsets_dtype: torch.dtype = torch.int32,
+    scale_layout: ScaleLayout = "plain",
 ) -> Case:
     """Experts: wgrad, into fp32 gradients that are there already or not, with empty and tiny groups."""
 
@@ -145,6 +149,8 @@ def by_depth(
             plain(rng, rows, total, False) if spec is None else quantized(rng, rows, total, spec) for rows in outer
         )
         x, y = values(left), values(right)
+        if spec is not None:
+            left, right = (operand.with_scale_layout(scale_layout) for operand in (left, right))
         out = torch.from_numpy(rng.standard_normal((len(sizes), *outer), np.float32))
         want = np.stack([x[:, s:e] @ y[:, s:e].T for s, e in itertools.pairwise(offsets)])
         if accumulate:

@@ -7,7 +7,7 @@ import torch
 from primus_turbo_plugin.errors import ShapeError
 
 
-def check_offsets(op: str, offsets: torch.Tensor) -> int:
+def num_groups(op: str, offsets: torch.Tensor) -> int:
     """Number of groups of `offsets` `[groups + 1]`.
 
     Raises:
@@ -20,6 +20,34 @@ def check_offsets(op: str, offsets: torch.Tensor) -> int:
             f"{list(offsets.shape)}."
         )
     return offsets.numel() - 1
+
+
+def check_offsets(op: str, offsets: torch.Tensor, total: int, multiple: int, on_device: bool) -> None:
+    """Checks the values of offsets, where that costs no wait.
+
+    Args:
+        total: What the last offset may be at most.
+        multiple: What every offset must be a multiple of.
+        on_device: Check on a GPU as well, without waiting for it: wrong values stop the program with torch's device-side
+            assertion, which names `op` and the rule. On the CPU they are always checked.
+
+    Raises:
+        ShapeError: The values are known and wrong.
+    """
+    wanted = f"{op}: offsets must not decrease, be multiples of {multiple} and lie in 0 ... {total}"
+    if offsets.device.type == "cpu":
+        if not bool(_right(offsets, total, multiple)):
+            values = offsets.tolist()
+            least = [0, *values]
+            bad = [i for i, end in enumerate(values) if end % multiple or not least[i] <= end <= total]
+            raise ShapeError(f"{wanted}; got {values[bad[0]]} as offset {bad[0]} of {len(values)}. Pad every group.")
+    elif on_device:
+        torch._assert_async(_right(offsets, total, multiple), wanted)
+
+
+def _right(offsets: torch.Tensor, total: int, multiple: int) -> torch.Tensor:
+    """Whether the values are, as a tensor of one element."""
+    return (offsets[0] >= 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= total) & (offsets % multiple == 0).all()
 
 
 def row_tiles(offsets: torch.Tensor, block_m: int, rows: int) -> torch.Tensor:

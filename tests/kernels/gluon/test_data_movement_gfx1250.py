@@ -25,7 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     tile = tiles_for("bf16", "bf16")[1]
 
     def call(a, b, y, programs, ablation):
-        return gemm_gfx1250.gemm_call(a, b, y, programs=programs, tile=tile, ablation=ablation)
+        return gemm_gfx1250.gemm_call(a, b, y, cus=programs, tile=tile, ablation=ablation)
 
     features = (
         dataclasses.replace(data_movement.TDM, layouts=(("NT", True, True),)),

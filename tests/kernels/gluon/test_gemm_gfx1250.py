@@ -124,7 +124,7 @@ def call(a: object, b: object, y: torch.Tensor, **fields: object) -> gemm.Kernel
     pytest.importorskip("triton", reason="the call names a kernel, which is written in Triton")
     if (reason := gemm.triton_refusal()) is not None:
         pytest.skip(reason)
-    return gemm.gemm_call(a, b, y, programs=8, **fields)
+    return gemm.gemm_call(a, b, y, cus=8, **fields)
 
 
 def test_orientation_and_strides_are_read_off_plain_operands(rng: torch.Generator) -> None:
@@ -170,18 +170,18 @@ def test_shapes_of_groups_are_checked(rng: torch.Generator) -> None:
     y = torch.empty(12, 8, dtype=torch.bfloat16)
     offsets = torch.tensor([0, 4, 4, 12], dtype=torch.int32)
     with pytest.raises(ShapeError, match=r"offsets must be contiguous int32 or int64.*got torch.int16"):
-        gemm.grouped_call(a, b, offsets.short(), y, programs=1)
+        gemm.grouped_call(a, b, offsets.short(), y, cus=1)
     with pytest.raises(ShapeError, match=r"with 3 groups; got a \[12, 32\], b \[2, 8, 32\]"):
-        gemm.grouped_call(a, b[:2], offsets, y, programs=1)
+        gemm.grouped_call(a, b[:2], offsets, y, cus=1)
     with pytest.raises(ShapeError, match=r"out \[3, M, N\].*out \[3, 32, 8\]"):
-        gemm.depth_call(a.t(), a.t(), offsets, torch.empty(3, 32, 8), accumulate=False, programs=1)
+        gemm.depth_call(a.t(), a.t(), offsets, torch.empty(3, 32, 8), accumulate=False, cus=1)
     with pytest.raises(ShapeError, match=r"float32 to accumulate into, got torch\.bfloat16"):
         gemm.grouped_gemm_depth(a.t(), a.t(), offsets, torch.empty(3, 32, 32).bfloat16(), accumulate=True)
 
 
 def test_an_output_that_is_not_contiguous_along_n_is_refused(rng: torch.Generator) -> None:
     a = torch.randn(16, 32, generator=rng).bfloat16()
-    with pytest.raises(ShapeError, match="out must be contiguous along its last axis"):
+    with pytest.raises(ShapeError, match="output must be contiguous along its last axis"):
         gemm.gemm_nt(a, a, out_dtype=torch.float32, out=torch.empty(16, 16).t())
 
 
