@@ -54,9 +54,10 @@ class ExpertPlace:
             return before
         return (*before, (len(before), expert, self.num_local * self.ep_size))
 
-    def key(self, prefix: str, rest: str, expert: int) -> str:
-        """Key of an expert's `linear_fc1.weight`; `prefix` is the experts' own, `...mlp.experts.`."""
-        return f"{prefix}experts.{expert}.{rest}" if self.apart else f"{prefix}experts.{rest}"
+    def key(self, common: str, rest: str, expert: int) -> str:
+        """Key of an expert's `rest` (`linear_fc1.weight`), where all experts' is `common`, which ends in it."""
+        assert common.endswith(rest), (common, rest)
+        return f"{common.removesuffix(rest)}{expert}.{rest}" if self.apart else common
 
 
 def sharded_linear(
@@ -79,12 +80,12 @@ def sharded_linear(
             continue
         dim = {"weight": {"out": 0, "in": 1}, "bias": {"out": 0}}[kind].get(linear.split)
         replica = (0, 0 if dim is not None else place.tp_rank, place.dp_rank)
-        cut = partial(_cut, prefix=prefix, before=before, place=place, dim=dim, gated=gated)
+        cut = partial(_cut, rest=f"{name}.{kind}", before=before, place=place, dim=dim, gated=gated)
         sharded[f"{prefix}{name}.{kind}"] = ShardedTensorFactory(
             f"{prefix}experts.{name}.{kind}", parameter, cut, partial(_join, gated=gated), replica
         )
     for index, expert in enumerate(place.experts):
-        key = place.key(prefix, f"{name}._extra_state", expert)
+        key = place.key(f"{prefix}experts.{name}._extra_state", f"{name}._extra_state", expert)
         sharded[f"{prefix}{name}._extra_state{index or ''}"] = make_sharded_object_for_checkpoint(
             None, key, place.offsets(expert, before), (0, place.tp_rank, place.dp_rank)
         )
@@ -98,22 +99,23 @@ def _cut(
     replica_id: Any,
     flattened_range: slice | None,
     *,
-    prefix: str,
+    rest: str,
     before: Offsets,
     place: ExpertPlace,
     dim: int | None,
     gated: bool,
 ) -> list[list[ShardedTensor]]:
-    """[experts, ...] -> for each expert its tensor, or gate and up."""
+    """[experts, ...] -> for each expert its tensor, or gate and up. The key has been rewritten: by the block, for its layers, and
+    by an optimizer.
+    """
     if flattened_range is not None:
         raise UnsupportedError(
             f"{key}: an optimizer's state cut anywhere (distrib_optim_sharding_type 'fully_sharded_model_space') cannot be "
             "divided among grouped experts. Use 'fully_reshardable' or 'dp_reshardable', or leave --moe-grouped-gemm out."
         )
-    start, rest = key.split(f"{prefix}experts.", 1)  # an optimizer writes its own name in front
     parts = []
     for expert, one in zip(place.experts, every.unbind(0), strict=True):
-        name, offsets = start + place.key(prefix, rest, expert), place.offsets(expert, before)
+        name, offsets = place.key(key, rest, expert), place.offsets(expert, before)
         pieces = one.chunk(2, dim=0) if gated else (one,)
         parts.append(
             [

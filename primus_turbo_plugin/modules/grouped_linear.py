@@ -92,19 +92,19 @@ class TurboGroupedLinear(TurboLinearMixin, Module):
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         self.tp_group, self.ep_group, self.expert_dp_group = groups.expt_tp, groups.ep, groups.expt_dp
         self._init_method, self._has_bias = init_method, bias
-        self._allocate(self._one_expert(initialize=False))
+        self._allocate(self._one_expert(_draw_nothing))
         self.setup_turbo(plan, in_features=input_size, out_features=output_size, split=split)
         if draw:
             for expert in range(num_gemms):
                 self.draw_expert(expert)
 
-    def _one_expert(self, *, initialize: bool) -> Any:
-        """Megatron's linear of one expert."""
+    def _one_expert(self, init_method: Callable[..., Any]) -> Any:
+        """Megatron's linear of one expert, initialised: up to 0.18 it leaves some attributes out otherwise."""
         config = without_apex(self.config)
-        config.perform_initialization = self.config.perform_initialization and initialize
+        config.perform_initialization = True
         common = {
             "config": config,
-            "init_method": self._init_method,
+            "init_method": init_method,
             "bias": self._has_bias,
             "skip_bias_add": True,
             "stride": self.stride,
@@ -136,7 +136,7 @@ class TurboGroupedLinear(TurboLinearMixin, Module):
         """Initial values of one expert, with the random numbers that Megatron's linear of that expert draws."""
         if not self.config.perform_initialization:
             return
-        drawn = self._one_expert(initialize=True)
+        drawn = self._one_expert(self._init_method)
         self.weight[expert].copy_(drawn.weight)
         if self.bias is not None:
             self.bias[expert].copy_(drawn.bias)
@@ -182,6 +182,11 @@ class TurboGroupedLinear(TurboLinearMixin, Module):
             f"{self.num_gemms} experts, in_features={self.input_size}, out_features={self.output_size}, "
             f"bias={self.bias is not None}, split={self.split}"
         )
+
+
+def _draw_nothing(weight: Tensor) -> Tensor:
+    """An init_method that leaves values, and random states, as they are."""
+    return weight
 
 
 class TurboColumnParallelGroupedLinear(TurboGroupedLinear):

@@ -11,10 +11,12 @@ import torch
 from primus_turbo_plugin.communication.agreement import agree
 from primus_turbo_plugin.diagnostics.report import precision_rows
 from primus_turbo_plugin.errors import UnsupportedError
+from primus_turbo_plugin.functional.grouped_linear_kernels import GroupedLinearKernels
 from primus_turbo_plugin.functional.linear_kernels import LinearKernels
 from primus_turbo_plugin.kernels.tuning.table import tuning_table
 from primus_turbo_plugin.precision.config import TurboConfig
 from primus_turbo_plugin.precision.module_plan import ModulePlan
+from primus_turbo_plugin.specs.provider import GROUPED_CLASSES
 
 
 def agree_on_model(config: Any, turbo: TurboConfig, modules: Mapping[str, type], plans: Iterable[ModulePlan]) -> None:
@@ -30,7 +32,12 @@ def agree_on_model(config: Any, turbo: TurboConfig, modules: Mapping[str, type],
         ConfigError: Another rank builds it otherwise; names both and the remedy.
     """
     plans = list(plans)
-    choices = {**_recipes(plans), **_kernels(config, plans)}
+    grouped = {path for path, kind in modules.items() if kind in GROUPED_CLASSES}
+    choices = {
+        **_recipes(plans),
+        **_kernels(config, [plan for plan in plans if plan.path not in grouped], LinearKernels, "kernels"),
+        **_kernels(config, [plan for plan in plans if plan.path in grouped], GroupedLinearKernels, "experts' kernels"),
+    }
     choices["seeds"] = f"signs {turbo.signs_seed}, rounding {turbo.rounding_seed}"
     choices["tuned configurations"] = tuning_table(turbo.tuning_file).digest
     structure = repr((config.num_layers, config.hidden_size, config.ffn_hidden_size, sorted(modules)))
@@ -45,7 +52,7 @@ def _recipes(plans: Iterable[ModulePlan]) -> dict[str, str]:
     return {modules: ", ".join(said) for modules, said in found.items()}
 
 
-def _kernels(config: Any, plans: Iterable[ModulePlan]) -> dict[str, str]:
+def _kernels(config: Any, plans: Iterable[ModulePlan], choice: Any, what: str) -> dict[str, str]:
     """Who serves each kind of linear here. One that nobody serves is refused when it is first run, with every reason."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     fused = bool(config.gradient_accumulation_fusion)
@@ -54,11 +61,11 @@ def _kernels(config: Any, plans: Iterable[ModulePlan]) -> dict[str, str]:
     for plan in {(plan.precision, plan.kernels, plan.tuning_file): plan for plan in plans}.values():
         order = plan.kernels.to_value() or "default"
         try:
-            kernels = LinearKernels.select(
+            kernels = choice.select(
                 plan, device, dtype, wgrad_dtype=torch.float32 if fused else dtype, accumulate=fused
             )
             chosen = ", ".join(f"{name} {backend}" for name, backend in kernels.choices.items())
         except UnsupportedError as error:
             chosen = "; ".join(f"{name}: {reason}" for name, reason in error.reasons.items())
-        found[f"kernels of {plan.recipe} in order {order}"] = chosen
+        found[f"{what} of {plan.recipe} in order {order}"] = chosen
     return found

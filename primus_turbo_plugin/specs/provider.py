@@ -18,11 +18,14 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
 from primus_turbo_plugin.modules import (
+    TurboColumnParallelGroupedLinear,
     TurboColumnParallelLinear,
     TurboDotProductAttention,
+    TurboGroupedMLP,
     TurboLayerNormColumnParallelLinear,
     TurboLinear,
     TurboNorm,
+    TurboRowParallelGroupedLinear,
     TurboRowParallelLinear,
 )
 from primus_turbo_plugin.precision.config import COMPONENTS, PROVIDERS, TurboConfig
@@ -34,7 +37,11 @@ LINEAR_CLASSES: tuple[type, ...] = (
     TurboRowParallelLinear,
     TurboLayerNormColumnParallelLinear,
     TurboLinear,
+    TurboColumnParallelGroupedLinear,
+    TurboRowParallelGroupedLinear,
 )
+#: Those among them that hold all local experts, and multiply in grouped GEMMs.
+GROUPED_CLASSES: tuple[type, ...] = (TurboColumnParallelGroupedLinear, TurboRowParallelGroupedLinear)
 #: The classes of this package that a spec may name; each takes `plan`.
 TURBO_CLASSES: tuple[type, ...] = (*LINEAR_CLASSES, TurboNorm, TurboDotProductAttention)
 
@@ -125,7 +132,7 @@ class TurboSpecProvider(LocalSpecProvider):
         return self._pick("attention", TurboDotProductAttention, DotProductAttention, "core_attention")
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool = False, moe_use_legacy_grouped_gemm: bool = False) -> Any:
-        """The routed experts: one MLP an expert, of this provider's linears.
+        """The routed experts: all local ones in grouped GEMMs, or one MLP an expert, of this provider's linears.
 
         Raises:
             UnsupportedError: Grouped GEMM is asked for from a provider that has none.
@@ -133,11 +140,16 @@ class TurboSpecProvider(LocalSpecProvider):
         if self.providers["linear"] == "transformer_engine":
             legacy = (moe_use_legacy_grouped_gemm,) if compat.facts().experts_are_a_pair else ()
             return self._engine.grouped_mlp_modules(moe_use_grouped_gemm, *legacy)
-        if moe_use_grouped_gemm:
+        if moe_use_grouped_gemm and self.providers["linear"] == "megatron":
             raise UnsupportedError(
-                f"moe_grouped_gemm: linear: {self.providers['linear']} has no grouped GEMM. "
-                "Leave --moe-grouped-gemm out (the experts then run one after the other), or set 'linear: transformer_engine'."
+                "moe_grouped_gemm: linear: megatron has no grouped GEMM. Leave --moe-grouped-gemm out (the experts then run one "
+                "after the other), or set 'linear: turbo'."
             )
+        if moe_use_grouped_gemm:
+            grouped = MLPSubmodules(
+                linear_fc1=TurboColumnParallelGroupedLinear, linear_fc2=TurboRowParallelGroupedLinear
+            )
+            return compat.experts(TurboGroupedMLP, grouped)
         submodules = MLPSubmodules(
             linear_fc1=self.column_parallel_linear(),
             linear_fc2=self.row_parallel_linear(),

@@ -23,6 +23,8 @@ _ONE_QUEUE = (
     "CUDA_DEVICE_MAX_CONNECTIONS=1 puts copies and GEMMs into one hardware queue, where they run one after the other: no "
     "collective will be hidden. Unset it; nothing of this package needs it"
 )
+_GROUPED_EXPERTS = "TurboGroupedMLP: all local experts of a layer in one grouped GEMM"
+_SEPARATE_EXPERTS = "SequentialMLP: one expert after the other; --moe-grouped-gemm multiplies all at once"
 
 
 def print_report(config: Any, turbo: TurboConfig, plans: Iterable[ModulePlan], resolved: ResolvedConfig) -> None:
@@ -44,6 +46,8 @@ def print_report(config: Any, turbo: TurboConfig, plans: Iterable[ModulePlan], r
                 f"collectives of {ranks} tensor-parallel ranks, transport: {turbo.communication.transport}"
             )
         resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *_overlap_notes(ranks, resolved)))
+    if config.num_moe_experts is not None and turbo.linear == "turbo":
+        components["experts"] = _GROUPED_EXPERTS if config.moe_grouped_gemm else _SEPARATE_EXPERTS
     settings = honoured_settings(config, turbo)
     plans = list(plans)
     memory = memory_rows(config, plans)
@@ -81,7 +85,8 @@ def honoured_settings(config: Any, turbo: TurboConfig) -> Iterator[MegatronSetti
         ("gradient_accumulation_fusion", "wgrad accumulates into main_grad"),
         ("delay_wgrad_compute", "backward_dw"),
     ):
-        if getattr(config, field) and turbo.linear == "turbo":
+        without_experts = field == "moe_grouped_gemm" and config.num_moe_experts is None
+        if getattr(config, field) and turbo.linear == "turbo" and not without_experts:
             yield MegatronSetting(name=field, value="True", outcome="honoured", note=note)
 
 
@@ -99,3 +104,4 @@ def _context_parallel(config: Any) -> Iterator[MegatronSetting]:
         yield MegatronSetting(
             name="cp_comm_type", value=value, outcome="honoured", note=f"{DESCRIPTIONS[algorithm]}; {sizes}"
         )
+        ("moe_grouped_gemm", "TurboGroupedMLP"),

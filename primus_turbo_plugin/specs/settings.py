@@ -141,7 +141,8 @@ def _refused_by_circumstance(config: Any, turbo: TurboConfig) -> Iterator[Reason
             "multi_latent_attention",
             "MLA of megatron-core 0.16 fails without Transformer Engine. Update megatron-core.",
         )
-    discarding = _DISCARDING & set(config.recompute_modules or ())
+    ours = {"moe_act"} if turbo.linear == "turbo" and config.moe_grouped_gemm else set()
+    discarding = (_DISCARDING & set(config.recompute_modules or ())) - ours
     if config.recompute_granularity == "selective" and discarding and not compat.transformer_engine_is_installed():
         yield (
             "recompute_modules",
@@ -193,7 +194,10 @@ def _refused_precision(config: Any, turbo: TurboConfig) -> Iterator[Reason]:
 def _recomputes_through_transformer_engine(config: Any) -> bool:
     if config.recompute_granularity == "full":
         return True
-    return config.recompute_granularity == "selective" and set(config.recompute_modules or ()) - {"core_attn"} != set()
+    return (
+        config.recompute_granularity == "selective"
+        and set(config.recompute_modules or ()) - {"core_attn", "moe_act"} != set()
+    )
 
 
 def _with_precision(config: Any, turbo: TurboConfig) -> TurboConfig:

@@ -20,6 +20,8 @@ from primus_turbo_plugin.specs.untouched_fields import UNTOUCHED
 
 #: Providers that honour what is refused otherwise.
 _ENGINE = ("transformer_engine",)
+#: Providers of experts in one grouped GEMM, whose weights and biases are one parameter in any case.
+_GROUPED = ("turbo", "transformer_engine")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,11 +91,22 @@ REFUSED: Mapping[str, Refusal] = {
         why="there is no grouped GEMM for shared experts", remedy="leave it out"
     ),
     "moe_grouped_gemm": _linear(
-        "there is no grouped GEMM yet, and Megatron's local experts would ignore the flag",
-        "leave --moe-grouped-gemm out: the experts run one after the other",
+        "Megatron's local experts have no grouped GEMM and would ignore the flag",
+        "set 'linear: turbo', or leave --moe-grouped-gemm out: the experts then run one after the other",
+        unless=_GROUPED,
     ),
-    "moe_single_grouped_weight": _linear("there is no grouped GEMM yet", "leave it out"),
-    "moe_single_grouped_bias": _linear("there is no grouped GEMM yet", "leave it out"),
+    "moe_single_grouped_weight": _linear(
+        "Megatron's local experts have a weight each", "set 'linear: turbo', or leave it out", unless=_GROUPED
+    ),
+    "moe_single_grouped_bias": _linear(
+        "Megatron's local experts have a bias each", "set 'linear: turbo', or leave it out", unless=_GROUPED
+    ),
+    "moe_mlp_glu_interleave_size": _linear(
+        "the experts' gate and up projections are kept apart", "leave --moe-mlp-glu-interleave-size out"
+    ),
+    "moe_paged_stash": _linear(
+        "it stashes the activations of Transformer Engine's fused experts", "leave --moe-paged-stash out"
+    ),
     "moe_use_legacy_grouped_gemm": Refusal(
         why="the legacy grouped experts bypass every linear of a spec", remedy="leave --moe-use-legacy-grouped-gemm out"
     ),
@@ -178,8 +191,8 @@ CONDITIONAL: Mapping[str, str] = {
     "one a layer; docs/context-parallel.md. A list is refused on 0.16, which hands each layer its neighbour's entry",
     "hierarchical_context_parallel_sizes": "[a2a size, p2p size], honoured by core attention under `cp_comm_type` a2a+p2p",
     "recompute_modules": "honoured. With `layernorm`, as with `fused_residual_rmsnorm`, norms are not fused into the linears "
-    "behind them, since Megatron can do this only with norms that stand alone. layernorm, mla_up_proj and moe_act are refused "
-    "without Transformer Engine, whose functions Megatron calls for them",
+    "behind them, since Megatron can do this only with norms that stand alone. layernorm and mla_up_proj are refused "
+    "without Transformer Engine, whose functions Megatron calls for them; moe_act is this package's own with `moe_grouped_gemm`",
     "recompute_granularity": "honoured; see `fp8`",
     "q_lora_rank": "honoured; without it queries have no norm, also with `qk_layernorm`",
     "fp32_residual_connection": "refused with 'linear: turbo' or megatron under bf16 or fp16 without autocast: norms would "
@@ -206,7 +219,7 @@ HONOURED: Mapping[str, str] = {
     "tensor_model_parallel_size": "weights sharded as Megatron shards them",
     "pipeline_model_parallel_size": "each stage gets its own layers, with global numbers",
     "virtual_pipeline_model_parallel_size": "each model chunk gets its own layers",
-    "expert_model_parallel_size": "experts are Megatron's, of this package's linears",
+    "expert_model_parallel_size": "tokens are dispatched by Megatron, to experts of this package's linears",
     "expert_tensor_parallel_size": "experts' linears shard over the expert group",
     "num_layers_in_first_pipeline_stage": "uneven stages",
     "num_layers_in_last_pipeline_stage": "uneven stages",
@@ -244,7 +257,8 @@ HONOURED: Mapping[str, str] = {
     "window_size": "sliding window",
     "window_attn_skip_freq": "which layers have the window",
     "softmax_type": "",
-    "num_moe_experts": "Megatron's MoELayer and SequentialMLP with this package's linears",
+    "num_moe_experts": "Megatron's MoELayer, router and dispatchers; experts of this package's linears: all local ones in "
+    "grouped GEMMs with `moe_grouped_gemm` (TurboGroupedMLP), else one after the other (SequentialMLP)",
     "moe_layer_freq": "a frequency or a pattern",
     "moe_ffn_hidden_size": "",
     "moe_shared_expert_intermediate_size": "Megatron's SharedExpertMLP with this package's linears",

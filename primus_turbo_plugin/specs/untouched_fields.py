@@ -85,8 +85,7 @@ UNTOUCHED: Mapping[str, tuple[str, ...]] = {
         moe_apply_probs_on_input moe_latent_size moe_flex_dispatcher_num_sms moe_deepep_num_sms
         moe_hybridep_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
         moe_hybridep_num_sms_preprocessing moe_ncclep_static_shape moe_ncclep_zero_copy
-        moe_mlp_glu_interleave_size moe_expert_rank_capacity_factor moe_paged_stash
-        moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
+        moe_expert_rank_capacity_factor moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
         moe_paged_stash_buffer_size_factor_cpu moe_extended_tp
         """
     ),

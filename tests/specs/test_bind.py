@@ -74,8 +74,10 @@ def test_paths_of_a_dense_layer() -> None:
     ] + ["decoder.final_layernorm"]
 
 
-def test_experts_share_a_path_and_shared_experts_have_their_own() -> None:
-    paths = gpt_module_paths(config(num_layers=1, **MOE))
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_share_a_path_and_shared_experts_have_their_own(grouped: bool) -> None:
+    """The same paths whether experts are grouped: a recipe by module means the same."""
+    paths = gpt_module_paths(config(num_layers=1, **MOE, moe_grouped_gemm=grouped))
     assert [path for path in paths if ".mlp." in path] == [
         f"decoder.layers.0.mlp.{name}"
         for name in [
@@ -158,8 +160,14 @@ def test_pattern_for_a_component_of_another_provider_is_an_error() -> None:
 @ranks(world_size=1, megatron=True)
 @pytest.mark.parametrize(
     "model",
-    [{}, {**SHARED, "moe_layer_freq": [0, 1]}, TINY_MLA | {"qk_layernorm": True}, {"mtp_num_layers": 2}],
-    ids=["dense", "moe", "mla", "mtp"],
+    [
+        {},
+        {**SHARED, "moe_layer_freq": [0, 1]},
+        {**SHARED, "moe_layer_freq": [0, 1], "moe_grouped_gemm": True},
+        TINY_MLA | {"qk_layernorm": True},
+        {"mtp_num_layers": 2},
+    ],
+    ids=["dense", "moe", "grouped moe", "mla", "mtp"],
 )
 def test_every_module_of_a_built_model_has_the_plan_of_its_path(rank_info: RankInfo, model: dict[str, Any]) -> None:
     """A module left without a plan would silently run in BF16."""

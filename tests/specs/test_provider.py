@@ -10,11 +10,14 @@ import pytest
 
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
 from primus_turbo_plugin.modules import (
+    TurboColumnParallelGroupedLinear,
     TurboColumnParallelLinear,
     TurboDotProductAttention,
+    TurboGroupedMLP,
     TurboLayerNormColumnParallelLinear,
     TurboLinear,
     TurboNorm,
+    TurboRowParallelGroupedLinear,
     TurboRowParallelLinear,
 )
 from primus_turbo_plugin.precision.config import TurboConfig
@@ -86,11 +89,18 @@ def test_experts_are_built_of_the_chosen_linears() -> None:
     assert submodules.linear_fc2 is TurboRowParallelLinear
 
 
-@pytest.mark.parametrize("linear", ["turbo", "megatron"])
-def test_grouped_gemm_is_refused_by_name(linear: str) -> None:
+def test_grouped_experts_are_this_packages() -> None:
+    experts = TurboSpecProvider().grouped_mlp_modules(True)
+    module, submodules = experts if isinstance(experts, tuple) else (experts.func, experts.keywords["submodules"])
+    assert module is TurboGroupedMLP
+    assert submodules.linear_fc1 is TurboColumnParallelGroupedLinear
+    assert submodules.linear_fc2 is TurboRowParallelGroupedLinear
+
+
+def test_grouped_gemm_of_megatrons_linears_is_refused_by_name() -> None:
     """Megatron's local provider ignores the flag from 0.17 on."""
-    with pytest.raises(UnsupportedError, match=r"moe_grouped_gemm.*--moe-grouped-gemm"):
-        TurboSpecProvider(linear=linear).grouped_mlp_modules(True)
+    with pytest.raises(UnsupportedError, match=r"moe_grouped_gemm.*--moe-grouped-gemm.*'linear: turbo'"):
+        TurboSpecProvider(linear="megatron").grouped_mlp_modules(True)
 
 
 @pytest.mark.parametrize("component", ["linear", "norm", "attention"])

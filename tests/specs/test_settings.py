@@ -235,6 +235,22 @@ def test_recomputation_by_discarding_outputs_needs_transformer_engine(
     resolve(cfg)
 
 
+def test_activation_of_grouped_experts_is_recomputed_without_transformer_engine() -> None:
+    """This package does it itself, in its own experts only."""
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    resolve(with_settings(moe_grouped_gemm=True, **recompute))
+    for settings, turbo in [({}, {}), ({"moe_grouped_gemm": True}, {"linear": "megatron"})]:
+        with pytest.raises(UnsupportedError) as refusal:
+            resolve(with_settings(**settings, **recompute), TurboConfig.from_dict(turbo))
+        assert "moe_act" in refusal.value.reasons["recompute_modules"]
+
+
+def test_report_says_which_experts_run() -> None:
+    for grouped in (False, True):
+        found = {item.name for item in honoured_settings(config(**MOE, moe_grouped_gemm=grouped), TurboConfig())}
+        assert ("moe_grouped_gemm" in found) == grouped
+
+
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_captured_graphs_over_quantised_weights_are_refused(impl: str) -> None:
     """The graph would replay the quantised weights of the step in which it was captured."""

@@ -1,0 +1,170 @@
+"""`moe_grouped_gemm`: models with grouped experts train, save and resume as those whose experts run one after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.megatron.test_models import GRADIENTS, LOSSES, MOE, SHARED
+from tests.megatron.test_recompute import FULL, pretend_transformer_engine, selective
+from tests.megatron.tiny_gpt import Job, relative_difference, train
+from tests.support.distributed import RankInfo, ranks
+
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+
+GROUPED = {"moe_grouped_gemm": True}
+CAPACITY = {"moe_expert_capacity_factor": 1.0}
+PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
+ONE_EACH = {**MOE, "num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+WIDE: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 128, "moe_ffn_hidden_size": 96}
+
+
+def same_training(job: Job, **reference: Any) -> None:
+    """`job` with grouped experts, and the same with the settings of `reference` and experts one by one."""
+    grouped = train(job.but(model={**job.model, **GROUPED}))
+    one_by_one = train(job.but(**reference))
+    assert relative_difference(grouped.losses, one_by_one.losses) <= LOSSES, job
+    assert relative_difference(grouped.gradient_norms, one_by_one.gradient_norms) <= GRADIENTS, job
+
+
+@ranks(world_size=2, megatron=True)
+def test_grouped_experts_train_as_megatrons_local_ones(rank_info: RankInfo) -> None:
+    """Both dispatchers that run without a GPU; capacity with and without padding; other dtypes of the router."""
+    for model in [
+        MOE,
+        {**SHARED, "moe_layer_freq": [1, 0], "moe_router_dtype": "fp64", "use_cpu_initialization": False},
+        {**MOE, "moe_token_dispatcher_type": "allgather"},
+        {**MOE, **CAPACITY, "moe_router_dtype": "fp32"},
+        {**MOE, **PADDED},
+        {**ONE_EACH, "moe_apply_probs_on_input": True},
+        {**MOE, "add_bias_linear": True, "gated_linear_unit": False},
+    ]:
+        for expert in (1, 2) if model is MOE else (2,):
+            same_training(Job(model=model, expert=expert, steps=4, seed=rank_info.seed), spec="local")
+
+
+@ranks(world_size=2, megatron=True)
+def test_experts_split_over_tensor_parallel_ranks_match_megatrons_linears(rank_info: RankInfo) -> None:
+    """Expert tensor parallelism needs equal counts under gloo, which padding to capacity gives."""
+    job = Job(model={**MOE, **PADDED}, tensor=2, sequence_parallel=True, steps=4, seed=rank_info.seed)
+    same_training(job, turbo={"linear": "megatron"})
+    same_training(job.but(model={**MOE, **PADDED, "gated_linear_unit": False}), turbo={"linear": "megatron"})
+
+
+@ranks(world_size=4, megatron=True)
+def test_tensor_and_expert_parallelism_together_match_megatrons_linears(rank_info: RankInfo) -> None:
+    job = Job(model=SHARED, tensor=2, expert=2, sequence_parallel=True, steps=3, seed=rank_info.seed)
+    same_training(job, turbo={"linear": "megatron"})
+    same_training(job.but(tensor=1, expert=4, sequence_parallel=False), spec="local")
+
+
+@ranks(world_size=2, megatron=True)
+@pytest.mark.parametrize("precision", ["bf16", "mxfp4", "mxfp8", "fp8_block128"])
+def test_grouping_changes_no_bit_of_a_training(rank_info: RankInfo, precision: str) -> None:
+    """No gradient clipping, whose norm sums in another order; recipes by module and the BF16 layers are the same ones."""
+    turbo = {"precision": precision, "bf16_first_layers": 1, "modules": {"*.experts.linear_fc2": "mxfp8"}}
+    fused = {"gradient_accumulation_fusion": False}
+    job = Job(model={**MOE, **WIDE, **fused}, turbo=turbo, expert=2, bf16=True, steps=4, seed=rank_info.seed)
+    job = job.but(distributed_optimizer=True, optimizer={"clip_grad": 0.0})
+    assert train(job.but(model={**job.model, **GROUPED})).losses == train(job).losses
+
+
+@ranks(world_size=2, megatron=True)
+def test_recomputation_gives_the_same_bits(rank_info: RankInfo) -> None:
+    pretend_transformer_engine()
+    for precision in ("bf16", "mxfp4"):
+        turbo = {"precision": {"preset": "mxfp4", "dy": {"rounding": "stochastic"}} if precision == "mxfp4" else "bf16"}
+        job = Job(model={**MOE, **WIDE, **GROUPED}, turbo=turbo, expert=2, bf16=True, steps=2, seed=rank_info.seed)
+        plain = train(job)
+        for recompute in (FULL, selective("moe"), selective("moe_act")):
+            again = train(job.but(model={**job.model, **recompute}))
+            assert again.losses == plain.losses, (precision, recompute)
+            assert again.gradient_norms == plain.gradient_norms, (precision, recompute)
+
+
+@ranks(world_size=2, megatron=True)
+@pytest.mark.parametrize(
+    "turbo",
+    [{}, {"precision": {"preset": "mxfp4", "dy": {"rounding": "stochastic"}}}],
+    ids=["bf16", "mxfp4_stochastic"],
+)
+def test_resuming_gives_the_same_bits(rank_info: RankInfo, turbo: dict[str, Any], tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    job = Job(model={**MOE, **GROUPED}, expert=2, bf16=True, turbo=turbo, seed=rank_info.seed)
+    job = job.but(distributed_optimizer=True)
+    train(job.but(steps=2, save=folder))
+    whole = train(job.but(steps=4))
+    resumed = train(job.but(steps=2, first_step=2, load=folder, seed=rank_info.seed + 1))
+    assert resumed.losses == whole.losses[2:]
+    assert resumed.gradient_norms == whole.gradient_norms[2:]
+    for name, value in whole.parameters.items():
+        assert torch.equal(resumed.parameters[name], value), name
+
+
+@ranks(world_size=2, megatron=True)
+def test_a_checkpoint_moves_between_grouped_and_single_experts_with_the_optimizer(
+    rank_info: RankInfo, tmp_path: Path
+) -> None:
+    """Six steps of Megatron's local spec against two of it, two with grouped experts, two of the local spec again."""
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    for model in ({**MOE}, {**MOE, "add_bias_linear": True, "gated_linear_unit": False}):
+        local = Job(spec="local", model=model, expert=2, distributed_optimizer=True, seed=rank_info.seed)
+        kind = "bias" if "add_bias_linear" in model else "plain"
+        folders = [f"{first}_{kind}", f"{second}_{kind}"]
+        expected = train(local.but(steps=6)).losses
+        losses = train(local.but(steps=2, save=folders[0])).losses
+        grouped = {"spec": "turbo", "model": {**model, **GROUPED}}
+        losses += train(local.but(steps=2, first_step=2, load=folders[0], save=folders[1], **grouped)).losses
+        losses += train(local.but(steps=2, first_step=4, load=folders[1], match_keys=True)).losses
+        assert relative_difference(losses, expected) <= 1e-5, model
+
+
+@ranks(world_size=2, megatron=True)
+def test_weights_go_through_every_layout_of_experts_unchanged(rank_info: RankInfo, tmp_path: Path) -> None:
+    """Local experts, then grouped ones at other expert- and tensor-parallel sizes, and local ones again: each loads what the
+    one before saved; in the end every checkpoint holds the same tensors.
+    """
+    from megatron.core import dist_checkpointing
+
+    model = {**MOE, "use_cpu_initialization": False}  # with it, all expert-parallel ranks draw the same experts
+    single = {"spec": "local", "model": model}
+    grouped = {"spec": "turbo", "model": {**model, **GROUPED}}
+    layouts: list[dict[str, Any]] = [
+        {**single, "expert": 2},
+        {**grouped, "expert": 1},
+        {**grouped, "tensor": 2, "sequence_parallel": True},
+        {**grouped, "expert": 2},
+        {**single, "spec": "turbo", "expert": 1},
+        {**grouped, "expert": 2, "turbo": {"precision": "mxfp4"}},
+        {**single, "expert": 2, "match_keys": True},
+    ]
+    folders = [str(tmp_path / str(number)) for number in range(len(layouts))]
+    for number, layout in enumerate(layouts):
+        steps = 1 if number == 0 else 0
+        load = folders[number - 1] if number else None
+        train(
+            Job(
+                seed=rank_info.seed + number,
+                steps=steps,
+                load=load,
+                save=folders[number],
+                optimizer_state=False,
+                **layout,
+            )
+        )
+    dist.barrier()
+    expected = _experts(dist_checkpointing.load_plain_tensors(folders[0]))
+    assert len(expected) == 2
+    for folder in folders[1:]:
+        found = _experts(dist_checkpointing.load_plain_tensors(folder))
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), (folder, name)
+
+
+def _experts(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in tensors.items() if ".experts." in name and "_extra_state" not in name}
