@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from primus_turbo_plugin.kernels.triton.attention_launch import Launch, Problem, can_use_descriptors
+from primus_turbo_plugin.kernels.triton.attention_launch import (
+    Launch,
+    Problem,
+    can_use_descriptors,
+    key_slots,
+    query_slots,
+    shared_args,
+)
 
-_LOG2E = 1.4426950408889634
 _ROWS = 128  # queries of a program
-KEYS = 128  # of a program of dkdv
-_WIDEST = 128
-_WIDEST_WITH_TAIL = 192
+_KEYS = 128
+_KEYS_WIDE = 64
+_WIDEST = 256
+_CACHED_BYTES = 16 << 20  # of 50 MB of L2 cache
+_RAGGED = 2**30  # rows of a packed tensor's descriptor
+_ENDLESS = 0x7FFF0000
 
 
-def applies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, tail: bool = True) -> bool:
+def applies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
     """Whether the kernels can do this problem on a Hopper GPU; the portable ones do everything else.
 
     Args:
@@ -26,14 +35,13 @@ def applies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, 
         k: Its keys.
         v: Its values.
         others: Further tensors that descriptors must read.
-        tail: Whether the kernel in question takes columns of q and k beyond the first 128.
     """
-    plain = problem.cu_q is None and problem.cp_size == 1 and problem.masked is None
-    plain = plain and problem.softcap == 0.0 and problem.seed is None and problem.scale > 0.0
+    plain = problem.masked is None and problem.softcap == 0.0 and problem.seed is None and problem.scale > 0.0
+    if problem.cu_q is not None:
+        plain = plain and q.shape[0] == 1 and max(q.shape[1], k.shape[1]) <= _RAGGED
     return (
         plain
-        and q.shape[3] <= (_WIDEST_WITH_TAIL if tail else _WIDEST)
-        and v.shape[3] <= _WIDEST
+        and max(q.shape[3], v.shape[3]) <= _WIDEST
         and q.shape[3] % 8 == v.shape[3] % 8 == 0
         and min(q.numel(), k.numel(), v.numel()) > 0
         and can_use_descriptors(q, k, v, *others)
@@ -44,18 +52,19 @@ def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pr
     """The forward kernel, writing out (dense in its last dimension) and lse."""
     from primus_turbo_plugin.kernels.triton.attention_hopper_fwd import attention_hopper_fwd_kernel
 
-    batch, q_len, heads, _ = q.shape
-    width, block_n = _width(q, v), 128
-    tiles = math.ceil(q_len / _ROWS)
+    width = _width(q, v)
+    block_n = 128 if width <= 128 else 64
     args = {
-        **_both_parts("q", q, _ROWS // 2, width), **_both_parts("k", k, block_n, width),
-        "v_desc": descriptor(v, block_n, width), "out": out, "lse": lse, "sinks": problem.sinks,
-        **_sizes(q, k, problem), "tiles": tiles, "v_dim": v.shape[3],
+        **_both_parts("q", q, _ROWS // 2, width, problem), **_both_parts("k", k, block_n, width, problem),
+        "v_desc": descriptor(v, block_n, width, problem), "out": out, "lse": lse, "sinks": problem.sinks,
+        **_query_sizes(q, k, v, problem), "v_dim": v.shape[3],
         "stride_ob": out.stride(0), "stride_os": out.stride(1), "stride_oh": out.stride(2),
     }  # fmt: skip
+    del args["grad_scale"]
     constants = {**_reaches(problem), "SINKS": problem.sinks is not None, "BLOCK_N": block_n, "SLOTS": 2}
-    constants |= {"D": width, "TAIL": _tail(q, width)}
-    return Launch(attention_hopper_fwd_kernel, (tiles * batch * heads,), args, constants, {"num_warps": 4})
+    constants |= {"D": width, "TAIL": _tail(q, width), "META": _pieces(problem)}
+    grid = min(args["items"], _multiprocessors(q))
+    return Launch(attention_hopper_fwd_kernel, (grid,), args, constants, {"num_warps": 4})
 
 
 def dkdv_launch(
@@ -63,20 +72,37 @@ def dkdv_launch(
 ) -> Launch:
     """dk and dv `[splits, batch, tokens, groups, dim]`, dense in their last dimension."""
     from primus_turbo_plugin.kernels.triton.attention_hopper_dkdv import attention_hopper_dkdv_kernel
+    from primus_turbo_plugin.kernels.triton.attention_hopper_dkdv_wide import attention_hopper_dkdv_wide_kernel
 
-    width, block_m = _width(q, v), 64
-    tiles, splits = math.ceil(k.shape[1] / KEYS), dk.shape[0]
+    keys, width, block_m = dkdv_keys(q, v), _width(q, v), 64
+    v_width = width
+    constants = {**_reaches(problem), "META": _pieces(problem), "BLOCK_M": block_m, "D": width, "SLOTS": 2}
+    if keys == _KEYS:
+        kernel = attention_hopper_dkdv_kernel
+        descriptors = {
+            "q_desc": descriptor(q, block_m, width, problem), "k_desc": descriptor(k, keys, width, problem)
+        }  # fmt: skip
+    else:
+        kernel = attention_hopper_dkdv_wide_kernel
+        v_width = 64 if v.shape[3] <= 64 else 128 if v.shape[3] <= 128 else 256
+        descriptors = {
+            **_both_parts("q", q, block_m, width, problem), **_both_parts("k", k, keys, width, problem)
+        }  # fmt: skip
+        constants |= {"TAIL": _tail(q, width), "DV": v_width, "P_SLOTS": 2}
+        constants["SLOTS"] = 3 if width + v_width <= 320 else 2  # what fits shared memory
+    slots, splits = key_slots(k, problem, keys), dk.shape[0]
     args = {
-        "q_desc": descriptor(q, block_m, width), "k_desc": descriptor(k, KEYS, width),
-        "v_desc": descriptor(v, KEYS, width), "g_desc": descriptor(dout, block_m, width),
+        **descriptors, "v_desc": descriptor(v, keys, v_width, problem), "g_desc": descriptor(dout, block_m, v_width, problem),
         "lse_desc": _row_descriptor(lse2, block_m), "delta_desc": _row_descriptor(delta, block_m), "dk": dk, "dv": dv,
-        **_sizes(q, k, problem), "tiles": tiles, "splits": splits, "grad_scale": problem.scale,
-        "dim": q.shape[3], "v_dim": v.shape[3],
+        **_numbers(q, k, problem), "slots": slots, "splits": splits, "dim": q.shape[3], "v_dim": v.shape[3],
         **{f"stride_{name}{axis}": x.stride(i) for name, x in (("dk", dk), ("dv", dv)) for i, axis in enumerate("pbsh")},
     }  # fmt: skip
-    constants = {**_reaches(problem), "BLOCK_M": block_m, "D": width, "SLOTS": 2}
-    grid = tiles * splits * k.shape[0] * k.shape[2]
-    return Launch(attention_hopper_dkdv_kernel, (grid,), args, constants, {"num_warps": 4})
+    return Launch(kernel, (slots * splits * k.shape[0] * k.shape[2],), args, constants, {"num_warps": 4})
+
+
+def dkdv_keys(q: Tensor, v: Tensor) -> int:
+    """Keys of a program of dkdv: two warpgroups share them, or where the heads are wide, the products."""
+    return _KEYS if max(q.shape[3], v.shape[3]) <= 128 else _KEYS_WIDE
 
 
 def dq_launch(
@@ -86,27 +112,36 @@ def dq_launch(
     from primus_turbo_plugin.kernels.triton.attention_hopper_dq import attention_hopper_dq_kernel
 
     width = _width(q, v)
-    block_n, slots = (64, 3) if _tail(q, width) else (128, 2)  # what fits shared memory
-    tiles = math.ceil(q.shape[1] / _ROWS)
+    block_n, slots, v_slots = 128, 2, 2  # what fits shared memory
+    if _tail(q, width):
+        block_n, slots, v_slots = 64, 3, 3
+    elif width > 128:
+        block_n, slots, v_slots = 64, 2, 1
     args = {
-        **_both_parts("q", q, _ROWS // 2, width), "g_desc": descriptor(dout, _ROWS // 2, width),
-        **_both_parts("k", k, block_n, width), "v_desc": descriptor(v, block_n, width),
-        "dq": dq, "lse2": lse2, "delta": delta, **_sizes(q, k, problem), "tiles": tiles,
-        "grad_scale": problem.scale, "dim": q.shape[3],
+        **_both_parts("q", q, _ROWS // 2, width, problem), "g_desc": descriptor(dout, _ROWS // 2, width, problem),
+        **_both_parts("k", k, block_n, width, problem), "v_desc": descriptor(v, block_n, width, problem),
+        "dq": dq, "lse2": lse2, "delta": delta, **_query_sizes(q, k, v, problem), "dim": q.shape[3],
         "stride_dqb": dq.stride(0), "stride_dqs": dq.stride(1), "stride_dqh": dq.stride(2),
     }  # fmt: skip
-    constants = {**_reaches(problem), "BLOCK_N": block_n, "SLOTS": slots}
+    constants = {**_reaches(problem), "META": _pieces(problem), "BLOCK_N": block_n, "SLOTS": slots, "V_SLOTS": v_slots}
     constants |= {"D": width, "TAIL": _tail(q, width)}
-    grid = tiles * q.shape[0] * q.shape[2]
+    grid = min(args["items"], _multiprocessors(q))
     return Launch(attention_hopper_dq_kernel, (grid,), args, constants, {"num_warps": 4})
 
 
-def descriptor(x: Tensor, rows: int, width: int) -> Any:
-    """x `[batch, tokens, heads, dim]` in tiles of `rows` tokens of one head; columns past dim read as zero."""
+def descriptor(x: Tensor, rows: int, width: int, problem: Problem | None = None) -> Any:
+    """x `[batch, tokens, heads, dim]` in tiles of `rows` tokens of one head; columns past dim read as zero.
+
+    With a packed problem, rows past a sequence's end do, too: see `attention_hopper_tile.copy_rows`.
+    """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape)] + [1]
-    return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, width], _layout(128, 16, 4))
+    if problem is None or problem.cu_q is None:
+        return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, width], _layout(128, 16, 4))
+    row = strides[1]
+    shape = [_ENDLESS, _ENDLESS, _RAGGED, *x.shape[2:]]
+    return TensorDescriptor(x, shape, [2**34 - row, row, *strides[1:]], [1, 1, rows, 1, width], _layout(128, 16, 5))
 
 
 @functools.cache
@@ -117,13 +152,14 @@ def _layout(swizzle: int, bits: int, rank: int) -> Any:
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
 
 
-def _both_parts(name: str, x: Tensor, rows: int, width: int) -> dict[str, Any]:
+def _both_parts(name: str, x: Tensor, rows: int, width: int, problem: Problem | None = None) -> dict[str, Any]:
     """Descriptors of x's first columns and of those beyond; without any, the same again, since the kernels take no None."""
-    first, tail = descriptor(x, rows, width), _tail(x, width)
-    return {f"{name}_desc": first, f"{name}_tail_desc": descriptor(x, rows, tail) if tail else first}
+    first, tail = descriptor(x, rows, width, problem), _tail(x, width)
+    return {f"{name}_desc": first, f"{name}_tail_desc": descriptor(x, rows, tail, problem) if tail else first}
 
 
 def _tail(x: Tensor, width: int) -> int:
+    """Columns of q and k in a second tile."""
     return 64 if x.shape[3] > width else 0
 
 
@@ -135,14 +171,42 @@ def _row_descriptor(x: Tensor, rows: int) -> Any:
     return TensorDescriptor(x, [batch * heads, queries], [queries, 1], [1, rows], _layout(0, 32, 2))
 
 
-def _sizes(q: Tensor, k: Tensor, problem: Problem) -> dict[str, Any]:
-    return {
-        "heads": q.shape[2], "groups": k.shape[2], "q_len": q.shape[1], "k_len": k.shape[1],
-        "left": problem.left or 0, "right": problem.right or 0, "scale": problem.scale * _LOG2E,
-    }  # fmt: skip
+def _numbers(q: Tensor, k: Tensor, problem: Problem) -> dict[str, Any]:
+    """The arguments that all kernels share."""
+    args = shared_args(q, k, problem)
+    for name in ("masked", "seed", "first_head", "q_places", "k_places", "softcap", "threshold", "keep_scale"):
+        del args[name]
+    return args
+
+
+def _query_sizes(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, Any]:
+    """What `attention_hopper_tile.query_tile` needs, and the rest of the numbers of a kernel that goes through queries."""
+    slots, lanes = query_slots(q, problem, _ROWS), q.shape[0] * q.shape[2]
+    # Heads that take turns share what they read of keys and values: as many as the cache holds well.
+    head_bytes = 2 * k.shape[1] * (k.shape[3] + v.shape[3])
+    chunk = min(lanes, max(1, _CACHED_BYTES // head_bytes) * (q.shape[2] // k.shape[2]))
+    return _numbers(q, k, problem) | {"slots": slots, "items": slots * lanes, "chunk": chunk, "heads_batches": lanes}
+
+
+def _pieces(problem: Problem) -> Any:
+    from primus_turbo_plugin.kernels.triton.attention_hopper_tile import Pieces
+
+    return Pieces(packed=problem.cu_q is not None, zigzag=problem.cp_size > 1)
+
+
+def _multiprocessors(q: Tensor) -> int:
+    return _count(q.device.index) if q.device.type == "cuda" else 132
+
+
+@functools.cache
+def _count(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 def _width(q: Tensor, v: Tensor) -> int:
+    """Columns of q, k and v in a tile; q and k have a tail where 128 and 64 cover them and v has no more than 128."""
+    if q.shape[3] > 192 or v.shape[3] > 128:
+        return 256
     return 64 if max(q.shape[3], v.shape[3]) <= 64 else 128
 
 

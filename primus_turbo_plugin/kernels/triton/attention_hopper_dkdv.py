@@ -21,42 +21,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from primus_turbo_plugin.kernels.triton.attention_hopper_fwd import ROWS, barriers, load_tile, tile_2d, visible
-
-
-@gluon.jit
-def query_blocks(
-    first, keys, position, q_len, k_len, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK: gl.constexpr
-):
-    """(low, full_low, full_high, high): blocks of queries low ... high - 1 see any of the keys first ... first + keys - 1, those
-    in full_low ... full_high - 1 all of them."""
-    low = 0
-    full_low = 0
-    high = (q_len + BLOCK - 1) // BLOCK
-    full_high = q_len // BLOCK
-    if RIGHT:
-        low = gl.maximum(first - right - position, 0) // BLOCK
-        full_low = (gl.maximum(first + keys - 1 - right - position, 0) + BLOCK - 1) // BLOCK
-    if LEFT:
-        last = gl.minimum(q_len, first + keys + left - position)
-        high = (gl.maximum(last, 0) + BLOCK - 1) // BLOCK
-        full_high = gl.maximum(gl.minimum(q_len, first + left - position + 1), 0) // BLOCK
-    if first + keys > k_len:
-        full_high = 0
-    return low, full_low, full_high, gl.maximum(high, low)
+from primus_turbo_plugin.kernels.triton.attention_hopper_tile import (
+    ROWS,
+    barriers,
+    blocks_of_a_head,
+    copy_rows,
+    key_tile,
+    load_tile,
+    query_block,
+    query_runs,
+    ring,
+    tile_2d,
+    visible,
+)
 
 
 @gluon.jit
 def _differentiate(
     HALF: gl.constexpr, k_tile, v_tile, q_ring, g_ring, lse_ring, delta_ring, kv_full, q_full, q_empty, g_full, g_empty,
-    dk, dv, first, low, full_low, full_high, high, heads_each, q_len, k_len, left, right, scale, grad_scale,
-    dim, v_dim, stride_dks, stride_dvs, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    dk, dv, first, runs, heads_each, k_len, room, scale, grad_scale,
+    dim, v_dim, stride_dks, stride_dvs, LEFT: gl.constexpr, RIGHT: gl.constexpr, META: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 keys through all blocks of queries."""
     DTYPE: gl.constexpr = q_ring.dtype
     SLOTS: gl.constexpr = q_ring.shape[0]
-    BLOCK_M: gl.constexpr = q_ring.shape[2]
-    D: gl.constexpr = q_ring.shape[4]
+    BLOCK_M: gl.constexpr = q_ring.shape[-3]
+    D: gl.constexpr = q_ring.shape[-1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -66,7 +56,7 @@ def _differentiate(
     zero = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
     acc_k = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
     acc_v = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
-    each = high - low
+    each = blocks_of_a_head(runs, META)
     number = each * heads_each
     mbarrier.wait(kv_full, 0)
     scores = zero
@@ -76,7 +66,7 @@ def _differentiate(
         scores = warpgroup_mma(k_half, q.permute((1, 0)), zero, use_acc=False, is_async=False)
     for j in range(number):
         slot, following = j % SLOTS, (j + 1) % SLOTS
-        block = low + j % each
+        _head, block, _q_start, q_len, full_low, full_high, near, far = query_block(j, runs, each, META)
         q = tile_2d(q_ring.index(slot), DTYPE, BLOCK_M, D)
         g = tile_2d(g_ring.index(slot), DTYPE, BLOCK_M, D)
         mbarrier.wait(g_full.index(slot), (j // SLOTS) & 1)
@@ -84,7 +74,7 @@ def _differentiate(
         p = gl.exp2(scores * scale - lse_ring.index(slot).load(S_LAYOUT))  # [1, BLOCK_M], the same for all keys
         if (block < full_low) | (block >= full_high):
             rows = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
-            ok = visible(rows[None, :], keys[:, None], k_len, left, right, LEFT, RIGHT)
+            ok = visible(rows[None, :], keys[:, None], k_len, near, far, LEFT, RIGHT)
             p = gl.where(ok & (rows < q_len)[None, :], p, 0.0)
         v_token = warpgroup_mma(gl.convert_layout(p.to(DTYPE), OPERAND), g, acc_v, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp_token])
@@ -100,7 +90,7 @@ def _differentiate(
         scores = warpgroup_mma_wait(0, deps=[scores_token])
     rows = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, O_LAYOUT))
     cols = gl.arange(0, D, layout=gl.SliceLayout(0, O_LAYOUT))
-    inside = (rows < k_len)[:, None]
+    inside = (rows < room)[:, None]
     wide = rows[:, None].to(gl.int64)
     acc_k = (acc_k * grad_scale).to(dk.dtype.element_ty)
     gl.store(dk + wide * stride_dks + cols[None, :], acc_k, mask=inside & (cols < dim)[None, :])
@@ -112,60 +102,64 @@ def _differentiate(
 @gluon.jit
 def _copy(
     q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, k_tile, v_tile, q_ring, g_ring, lse_ring, delta_ring,
-    kv_full, q_full, q_empty, g_full, g_empty, batch, group, first_head, heads, first, low, high, heads_each,
+    kv_full, q_full, q_empty, g_full, g_empty, batch, group, first_head, heads, first, k_start, k_len, runs, heads_each,
+    META: gl.constexpr,
 ):  # fmt: skip
     """The warp that keeps the ring full."""
     SLOTS: gl.constexpr = q_ring.shape[0]
-    BLOCK_M: gl.constexpr = q_ring.shape[2]
-    D: gl.constexpr = q_ring.shape[4]
+    BLOCK_M: gl.constexpr = q_ring.shape[-3]
+    D: gl.constexpr = q_ring.shape[-1]
     mbarrier.expect(kv_full, 2 * 2 * ROWS * D * 2)
-    load_tile(k_desc, [batch, first, group, 0], kv_full, k_tile)
-    load_tile(v_desc, [batch, first, group, 0], kv_full, v_tile)
-    each = high - low
+    copy_rows(k_desc, batch, k_start, k_len, first, group, 0, kv_full, k_tile, META)
+    copy_rows(v_desc, batch, k_start, k_len, first, group, 0, kv_full, v_tile, META)
+    each = blocks_of_a_head(runs, META)
     for j in range(each * heads_each):
         slot = j % SLOTS
         phase = ((j // SLOTS) & 1) ^ 1
-        row = (low + j % each) * BLOCK_M
-        head = first_head + j // each
+        index, block, q_start, q_len, _full_low, _full_high, _near, _far = query_block(j, runs, each, META)
+        head, row = first_head + index, block * BLOCK_M
+        line = batch * heads + head
         mbarrier.wait(q_empty.index(slot), phase)
         mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2)
-        load_tile(q_desc, [batch, row, head, 0], q_full.index(slot), q_ring.index(slot))
+        copy_rows(q_desc, batch, q_start, q_len, row, head, 0, q_full.index(slot), q_ring.index(slot), META)
         mbarrier.wait(g_empty.index(slot), phase)
         full = g_full.index(slot)
         mbarrier.expect(full, BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
-        load_tile(g_desc, [batch, row, head, 0], full, g_ring.index(slot))
-        load_tile(lse_desc, [batch * heads + head, row], full, lse_ring.index(slot))
-        load_tile(delta_desc, [batch * heads + head, row], full, delta_ring.index(slot))
+        copy_rows(g_desc, batch, q_start, q_len, row, head, 0, full, g_ring.index(slot), META)
+        load_tile(lse_desc, [line, q_start + row], full, lse_ring.index(slot))
+        load_tile(delta_desc, [line, q_start + row], full, delta_ring.index(slot))
 
 
 @gluon.jit
 def attention_hopper_dkdv_kernel(
-    q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, dk, dv, heads, groups, q_len, k_len, tiles, splits,
+    q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, dk, dv, cu_q, starts_q, cu_k, starts_k,
+    slots, splits, heads, groups, q_tokens, k_tokens, sequences, cp_rank, cp_size,
     left, right, scale, grad_scale, dim, v_dim,
     stride_dkp, stride_dkb, stride_dks, stride_dkh, stride_dvp, stride_dvb, stride_dvs, stride_dvh,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, META: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Programs: batch * groups * splits * tiles of 128 keys; splits as `attention_dkdv_kernel` has them."""
-    program = gl.program_id(0)
-    tile = program % tiles
-    lane = program // tiles
-    split = lane % splits
-    group = (lane // splits) % groups
-    batch = lane // splits // groups
+    """Programs: batch * groups * splits * slots of 128 keys; splits as `attention_dkdv_kernel` has them."""
+    lengths = (dk, dk, dk, dk)  # anything: a tuple of arguments takes no None
+    if META.packed:
+        lengths = (cu_q, starts_q, cu_k, starts_k)
     heads_each = heads // groups // splits
-    first_head = group * (heads // groups) + split * heads_each
-    first = tile * (2 * ROWS)
-    position = k_len - q_len
-    low, full_low, full_high, high = query_blocks(
-        first, 2 * ROWS, position, q_len, k_len, left, right, LEFT, RIGHT, BLOCK_M
+    sizes = (slots, splits, groups, heads_each, q_tokens, k_tokens, sequences, cp_rank, cp_size)
+    batch, group, split, sequence, first, k_start, k_len, room = key_tile(
+        gl.program_id(0), lengths, sizes, META, 2 * ROWS
     )
-    left, right = left - position, right + position  # from here on counted from a query's own number
-    dk += split.to(gl.int64) * stride_dkp + batch.to(gl.int64) * stride_dkb + group.to(gl.int64) * stride_dkh
-    dv += split.to(gl.int64) * stride_dvp + batch.to(gl.int64) * stride_dvb + group.to(gl.int64) * stride_dvh
-    k_tile = gl.allocate_shared_memory(k_desc.dtype, [1, 2 * ROWS, 1, D], k_desc.layout)
-    v_tile = gl.allocate_shared_memory(v_desc.dtype, [1, 2 * ROWS, 1, D], v_desc.layout)
-    q_ring = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 1, BLOCK_M, 1, D], q_desc.layout)
-    g_ring = gl.allocate_shared_memory(g_desc.dtype, [SLOTS, 1, BLOCK_M, 1, D], g_desc.layout)
+    if first >= room:
+        return
+    first_head = group * (heads // groups) + split * heads_each
+    runs = query_runs(sequence, first, k_len, lengths, sizes, left, right, META, LEFT, RIGHT, 2 * ROWS, BLOCK_M)
+    start = k_start.to(gl.int64)
+    dk += split.to(gl.int64) * stride_dkp + batch.to(gl.int64) * stride_dkb + start * stride_dks
+    dk += group.to(gl.int64) * stride_dkh
+    dv += split.to(gl.int64) * stride_dvp + batch.to(gl.int64) * stride_dvb + start * stride_dvs
+    dv += group.to(gl.int64) * stride_dvh
+    k_tile = gl.allocate_shared_memory(k_desc.dtype, k_desc.block_shape, k_desc.layout)
+    v_tile = gl.allocate_shared_memory(v_desc.dtype, v_desc.block_shape, v_desc.layout)
+    q_ring = ring(q_desc, SLOTS)
+    g_ring = ring(g_desc, SLOTS)
     lse_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BLOCK_M], lse_desc.layout)
     delta_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BLOCK_M], delta_desc.layout)
     kv_full = barriers(1, 1).index(0)
@@ -176,17 +170,18 @@ def attention_hopper_dkdv_kernel(
         [
             (_differentiate, (
                 0, k_tile, v_tile, q_ring, g_ring, lse_ring, delta_ring, kv_full, q_full, q_empty, g_full, g_empty,
-                dk, dv, first, low, full_low, full_high, high, heads_each, q_len, k_len, left, right,
-                scale, grad_scale, dim, v_dim, stride_dks, stride_dvs, LEFT, RIGHT,
+                dk, dv, first, runs, heads_each, k_len, room, scale, grad_scale,
+                dim, v_dim, stride_dks, stride_dvs, LEFT, RIGHT, META,
             )),
             (_differentiate, (
                 1, k_tile, v_tile, q_ring, g_ring, lse_ring, delta_ring, kv_full, q_full, q_empty, g_full, g_empty,
-                dk, dv, first, low, full_low, full_high, high, heads_each, q_len, k_len, left, right,
-                scale, grad_scale, dim, v_dim, stride_dks, stride_dvs, LEFT, RIGHT,
+                dk, dv, first, runs, heads_each, k_len, room, scale, grad_scale,
+                dim, v_dim, stride_dks, stride_dvs, LEFT, RIGHT, META,
             )),
             (_copy, (
                 q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, k_tile, v_tile, q_ring, g_ring, lse_ring, delta_ring,
-                kv_full, q_full, q_empty, g_full, g_empty, batch, group, first_head, heads, first, low, high, heads_each,
+                kv_full, q_full, q_empty, g_full, g_empty, batch, group, first_head, heads, first, k_start, k_len, runs,
+                heads_each, META,
             )),
         ],
         [4, 1],

@@ -18,11 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from primus_turbo_plugin.kernels.triton.attention_hopper_fwd import (
+from primus_turbo_plugin.kernels.triton.attention_hopper_tile import (
     ROWS,
     barriers,
+    copy_rows,
     key_blocks,
-    load_tile,
+    query_tile,
+    ring,
     scores_of,
     tile_2d,
     visible,
@@ -31,155 +33,193 @@ from primus_turbo_plugin.kernels.triton.attention_hopper_fwd import (
 
 @gluon.jit
 def _differentiate(
-    HALF: gl.constexpr, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring, qg_full, k_full, k_empty, v_full, v_empty,
-    dq, lse2, delta, first, top, number, right_masked, left_masked, q_len, k_len, left, right, scale, grad_scale, dim, stride_dqs,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr,
+    HALF: gl.constexpr, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
+    qg_full, qg_empty, k_full, k_empty, v_full, v_empty,
+    dq, lse2, delta, lengths, sizes, items, left, right, scale, grad_scale, dim, strides,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, META: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: 64 queries through all their blocks."""
+    """One warpgroup: 64 queries of each of the program's tiles through all their blocks."""
     DTYPE: gl.constexpr = k_ring.dtype
     SLOTS: gl.constexpr = k_ring.shape[0]
-    BLOCK_N: gl.constexpr = k_ring.shape[2]
-    D: gl.constexpr = k_ring.shape[4]
+    V_SLOTS: gl.constexpr = v_ring.shape[0]
+    BLOCK_N: gl.constexpr = k_ring.shape[-3]
+    D: gl.constexpr = k_ring.shape[-1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     T_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(TAIL, 16), 16])
     T_OPERAND: gl.constexpr = gl.DotOperandLayout(0, T_LAYOUT, 2)
-    rows = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-    row_lse = gl.load(lse2 + rows, mask=rows < q_len, other=float("inf"))
-    row_delta = gl.load(delta + rows, mask=rows < q_len, other=0.0)
+    stride_dqb, stride_dqs, stride_dqh = strides
+    heads, q_tokens = sizes[2], sizes[4]
     g = tile_2d(g_tiles.index(HALF), DTYPE, ROWS, D)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
-    acc_tail = gl.zeros([ROWS, max(TAIL, 16)], gl.float32, T_LAYOUT)
-    mbarrier.wait(qg_full, 0)
-    mbarrier.wait(k_full.index(0), 0)
-    scores = scores_of(q_tiles, q_tails, HALF, k_ring, k_tail_ring, 0, TAIL, S_LAYOUT, False)
-    for j in range(number):
-        slot, following = j % SLOTS, (j + 1) % SLOTS
-        mbarrier.wait(v_full.index(slot), (j // SLOTS) & 1)
-        values = tile_2d(v_ring.index(slot), DTYPE, BLOCK_N, D)
-        dp_token = warpgroup_mma(g, values.permute((1, 0)), zero, use_acc=False, is_async=True)
-        p = gl.exp2(scores * scale - row_lse[:, None])
-        if (j < right_masked) | (j >= number - left_masked):
-            cols = (top - j) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
-            ok = visible(rows[:, None], cols[None, :], k_len, left, right, LEFT, RIGHT)
-            p = gl.where(ok, p, 0.0)
-        # A branch, so that ptxas does not move the wait below up: see attention_hopper_fwd.py.
-        mbarrier.wait(k_full.index(following), ((j + 1) // SLOTS) & 1, pred=j + 1 < number)
-        dp = warpgroup_mma_wait(0, deps=[dp_token])
-        mbarrier.arrive(v_empty.index(slot), count=1)
-        ds = (p * (dp - row_delta[:, None])).to(DTYPE)
-        keys = tile_2d(k_ring.index(slot), DTYPE, BLOCK_N, D)
-        acc_token = warpgroup_mma(gl.convert_layout(ds, OPERAND), keys, acc, is_async=True)
-        tail_token = acc_tail
-        if TAIL > 0:
-            keys = tile_2d(k_tail_ring.index(slot), DTYPE, BLOCK_N, TAIL)
-            tail_token = warpgroup_mma(gl.convert_layout(ds, T_OPERAND), keys, acc_tail, is_async=True)
-        # Behind the last block this multiplies what the slot held before, for nothing.
-        scores_token = scores_of(q_tiles, q_tails, HALF, k_ring, k_tail_ring, following, TAIL, S_LAYOUT, True)
-        if TAIL > 0:
-            acc, acc_tail = warpgroup_mma_wait(2, deps=[acc_token, tail_token])
-        else:
-            acc = warpgroup_mma_wait(1, deps=[acc_token])
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        scores = warpgroup_mma_wait(0, deps=[scores_token])
-    rows = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, O_LAYOUT))
-    cols = gl.arange(0, D, layout=gl.SliceLayout(0, O_LAYOUT))
-    places = dq + rows[:, None].to(gl.int64) * stride_dqs + cols[None, :]
-    acc = (acc * grad_scale).to(dq.dtype.element_ty)
-    gl.store(places, acc, mask=(rows < q_len)[:, None] & (cols < dim)[None, :])
-    if TAIL > 0:
-        rows = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T_LAYOUT))
-        cols = D + gl.arange(0, TAIL, layout=gl.SliceLayout(0, T_LAYOUT))
-        places = dq + rows[:, None].to(gl.int64) * stride_dqs + cols[None, :]
-        acc_tail = (acc_tail * grad_scale).to(dq.dtype.element_ty)
-        gl.store(places, acc_tail, mask=(rows < q_len)[:, None] & (cols < dim)[None, :])
+    base = 0  # blocks of the tiles before
+    tiles = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        batch, head, first, q_start, q_len, room, _k_start, k_len, position = query_tile(
+            item, lengths, sizes, META, 2 * ROWS
+        )
+        if first < room:
+            top, number, right_masked, left_masked = key_blocks(
+                first, gl.minimum(2 * ROWS, q_len - first), position, k_len, left, right, LEFT, RIGHT, BLOCK_N
+            )
+            near, far = left - position, right + position  # counted from a query's own number
+            rows = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+            line = (batch.to(gl.int64) * heads + head) * q_tokens + q_start
+            row_lse = gl.load(lse2 + line + rows, mask=rows < q_len, other=float("inf"))
+            row_delta = gl.load(delta + line + rows, mask=rows < q_len, other=0.0)
+            acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+            acc_tail = gl.zeros([ROWS, max(TAIL, 16)], gl.float32, T_LAYOUT)
+            mbarrier.wait(qg_full, tiles & 1)
+            mbarrier.wait(k_full.index(base % SLOTS), (base // SLOTS) & 1)
+            scores = scores_of(q_tiles, q_tails, HALF, k_ring, k_tail_ring, base % SLOTS, TAIL, S_LAYOUT, False)
+            for j in range(number):
+                step = base + j
+                slot, following, v_slot = step % SLOTS, (step + 1) % SLOTS, step % V_SLOTS
+                if V_SLOTS == 1:
+                    # 0, without the compiler's knowing: it would keep all addresses in a fixed slot in registers, and spill.
+                    v_slot = gl.maximum(j - number, 0)
+                mbarrier.wait(v_full.index(v_slot), (step // V_SLOTS) & 1)
+                values = tile_2d(v_ring.index(v_slot), DTYPE, BLOCK_N, D)
+                dp_token = warpgroup_mma(g, values.permute((1, 0)), zero, use_acc=False, is_async=True)
+                p = gl.exp2(scores * scale - row_lse[:, None])
+                if (j < right_masked) | (j >= number - left_masked):
+                    cols = (top - j) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
+                    ok = visible(rows[:, None], cols[None, :], k_len, near, far, LEFT, RIGHT)
+                    p = gl.where(ok, p, 0.0)
+                # A branch, so that ptxas does not move the wait below up: see attention_hopper_fwd.py.
+                mbarrier.wait(k_full.index(following), ((step + 1) // SLOTS) & 1, pred=j + 1 < number)
+                dp = warpgroup_mma_wait(0, deps=[dp_token])
+                mbarrier.arrive(v_empty.index(v_slot), count=1)
+                ds = (p * (dp - row_delta[:, None])).to(DTYPE)
+                keys = tile_2d(k_ring.index(slot), DTYPE, BLOCK_N, D)
+                acc_token = warpgroup_mma(gl.convert_layout(ds, OPERAND), keys, acc, is_async=True)
+                tail_token = acc_tail
+                if TAIL > 0:
+                    keys = tile_2d(k_tail_ring.index(slot), DTYPE, BLOCK_N, TAIL)
+                    tail_token = warpgroup_mma(gl.convert_layout(ds, T_OPERAND), keys, acc_tail, is_async=True)
+                # Behind the last block this multiplies whatever the slot holds, for nothing.
+                scores_token = scores_of(q_tiles, q_tails, HALF, k_ring, k_tail_ring, following, TAIL, S_LAYOUT, True)
+                if TAIL > 0:
+                    acc, acc_tail = warpgroup_mma_wait(2, deps=[acc_token, tail_token])
+                else:
+                    acc = warpgroup_mma_wait(1, deps=[acc_token])
+                mbarrier.arrive(k_empty.index(slot), count=1)
+                scores = warpgroup_mma_wait(0, deps=[scores_token])
+            mbarrier.arrive(qg_empty, count=1)
+            base += number
+            tiles += 1
+            rows = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, O_LAYOUT))
+            cols = gl.arange(0, D, layout=gl.SliceLayout(0, O_LAYOUT))
+            place = batch.to(gl.int64) * stride_dqb + head.to(gl.int64) * stride_dqh + q_start.to(gl.int64) * stride_dqs
+            places = dq + place + rows[:, None].to(gl.int64) * stride_dqs + cols[None, :]
+            acc = (acc * grad_scale).to(dq.dtype.element_ty)
+            gl.store(places, acc, mask=(rows < room)[:, None] & (cols < dim)[None, :])
+            if TAIL > 0:
+                rows = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T_LAYOUT))
+                cols = D + gl.arange(0, TAIL, layout=gl.SliceLayout(0, T_LAYOUT))
+                places = dq + place + rows[:, None].to(gl.int64) * stride_dqs + cols[None, :]
+                acc_tail = (acc_tail * grad_scale).to(dq.dtype.element_ty)
+                gl.store(places, acc_tail, mask=(rows < room)[:, None] & (cols < dim)[None, :])
 
 
 @gluon.jit
 def _copy(
     q_desc, q_tail_desc, g_desc, k_desc, k_tail_desc, v_desc, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
-    qg_full, k_full, k_empty, v_full, v_empty, batch, head, group, first, top, number, TAIL: gl.constexpr,
+    qg_full, qg_empty, k_full, k_empty, v_full, v_empty, lengths, sizes, items, groups, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, META: gl.constexpr,
 ):  # fmt: skip
     """The warp that keeps the rings full."""
     SLOTS: gl.constexpr = k_ring.shape[0]
-    BLOCK_N: gl.constexpr = k_ring.shape[2]
-    D: gl.constexpr = k_ring.shape[4]
-    mbarrier.expect(qg_full, 2 * ROWS * (2 * D + TAIL) * 2)
-    for half in gl.static_range(2):
-        row = first + half * ROWS
-        load_tile(q_desc, [batch, row, head, 0], qg_full, q_tiles.index(half))
-        load_tile(g_desc, [batch, row, head, 0], qg_full, g_tiles.index(half))
-        if TAIL > 0:
-            load_tile(q_tail_desc, [batch, row, head, D], qg_full, q_tails.index(half))
-    for j in range(number):
-        slot = j % SLOTS
-        phase = ((j // SLOTS) & 1) ^ 1
-        first_key = (top - j) * BLOCK_N
-        mbarrier.wait(k_empty.index(slot), phase)
-        full = k_full.index(slot)
-        mbarrier.expect(full, BLOCK_N * (D + TAIL) * 2)
-        load_tile(k_desc, [batch, first_key, group, 0], full, k_ring.index(slot))
-        if TAIL > 0:
-            load_tile(k_tail_desc, [batch, first_key, group, D], full, k_tail_ring.index(slot))
-        mbarrier.wait(v_empty.index(slot), phase)
-        mbarrier.expect(v_full.index(slot), BLOCK_N * D * 2)
-        load_tile(v_desc, [batch, first_key, group, 0], v_full.index(slot), v_ring.index(slot))
+    V_SLOTS: gl.constexpr = v_ring.shape[0]
+    BLOCK_N: gl.constexpr = k_ring.shape[-3]
+    D: gl.constexpr = k_ring.shape[-1]
+    heads = sizes[2]
+    base = 0
+    tiles = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        batch, head, first, q_start, q_len, room, k_start, k_len, position = query_tile(
+            item, lengths, sizes, META, 2 * ROWS
+        )
+        if first < room:
+            top, number, _right_masked, _left_masked = key_blocks(
+                first, gl.minimum(2 * ROWS, q_len - first), position, k_len, left, right, LEFT, RIGHT, BLOCK_N
+            )
+            group = head // (heads // groups)
+            for j in range(number):
+                step = base + j
+                slot, v_slot = step % SLOTS, step % V_SLOTS
+                key = (top - j) * BLOCK_N
+                mbarrier.wait(k_empty.index(slot), ((step // SLOTS) & 1) ^ 1)
+                full = k_full.index(slot)
+                mbarrier.expect(full, BLOCK_N * (D + TAIL) * 2)
+                copy_rows(k_desc, batch, k_start, k_len, key, group, 0, full, k_ring.index(slot), META)
+                if TAIL > 0:
+                    copy_rows(k_tail_desc, batch, k_start, k_len, key, group, D, full, k_tail_ring.index(slot), META)
+                if j == 0:
+                    mbarrier.wait(qg_empty, (tiles & 1) ^ 1)
+                    mbarrier.expect(qg_full, 2 * ROWS * (2 * D + TAIL) * 2)
+                    for half in gl.static_range(2):
+                        row = first + half * ROWS
+                        copy_rows(q_desc, batch, q_start, q_len, row, head, 0, qg_full, q_tiles.index(half), META)
+                        copy_rows(g_desc, batch, q_start, q_len, row, head, 0, qg_full, g_tiles.index(half), META)
+                        if TAIL > 0:
+                            copy_rows(
+                                q_tail_desc, batch, q_start, q_len, row, head, D, qg_full, q_tails.index(half), META
+                            )
+                mbarrier.wait(v_empty.index(v_slot), ((step // V_SLOTS) & 1) ^ 1)
+                full = v_full.index(v_slot)
+                mbarrier.expect(full, BLOCK_N * D * 2)
+                copy_rows(v_desc, batch, k_start, k_len, key, group, 0, full, v_ring.index(v_slot), META)
+            base += number
+            tiles += 1
 
 
 @gluon.jit
 def attention_hopper_dq_kernel(
-    q_desc, q_tail_desc, g_desc, k_desc, k_tail_desc, v_desc, dq, lse2, delta,
-    heads, groups, q_len, k_len, tiles, left, right, scale, grad_scale, dim,
-    stride_dqb, stride_dqs, stride_dqh,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, SLOTS: gl.constexpr,
+    q_desc, q_tail_desc, g_desc, k_desc, k_tail_desc, v_desc, dq, lse2, delta, cu_q, starts_q, cu_k, starts_k,
+    items, slots, chunk, heads, groups, heads_batches, q_tokens, k_tokens, sequences, cp_rank, cp_size,
+    left, right, scale, grad_scale, dim, stride_dqb, stride_dqs, stride_dqh,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, META: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Programs: batch * heads * tiles of 128 queries, the last tiles of a head first."""
-    program = gl.program_id(0)
-    tile = tiles - 1 - program % tiles
-    head_batch = program // tiles
-    head = head_batch % heads
-    batch = head_batch // heads
-    group = head // (heads // groups)
-    first = tile * (2 * ROWS)
-    position = k_len - q_len
-    top, number, right_masked, left_masked = key_blocks(
-        first, gl.minimum(2 * ROWS, q_len - first), position, k_len, left, right, LEFT, RIGHT, BLOCK_N
-    )
-    left, right = left - position, right + position  # from here on counted from a query's own number
-    dq += batch.to(gl.int64) * stride_dqb + head.to(gl.int64) * stride_dqh
-    lse2 += head_batch.to(gl.int64) * q_len
-    delta += head_batch.to(gl.int64) * q_len
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, ROWS, 1, D], q_desc.layout)
-    g_tiles = gl.allocate_shared_memory(g_desc.dtype, [2, 1, ROWS, 1, D], g_desc.layout)
-    k_ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, BLOCK_N, 1, D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(v_desc.dtype, [SLOTS, 1, BLOCK_N, 1, D], v_desc.layout)
+    """`items` tiles of 128 queries, shared out over the programs there are; see `query_tile`."""
+    lengths = (lse2, lse2, lse2, lse2)  # anything: a tuple of arguments takes no None
+    if META.packed:
+        lengths = (cu_q, starts_q, cu_k, starts_k)
+    sizes = (slots, chunk, heads, heads_batches, q_tokens, k_tokens, sequences, cp_rank, cp_size)
+    strides = (stride_dqb, stride_dqs, stride_dqh)
+    q_tiles = ring(q_desc, 2)
+    g_tiles = ring(g_desc, 2)
+    k_ring = ring(k_desc, SLOTS)
+    v_ring = ring(v_desc, V_SLOTS)
     q_tails, k_tail_ring = q_tiles, k_ring
     if TAIL > 0:
-        q_tails = gl.allocate_shared_memory(q_desc.dtype, [2, 1, ROWS, 1, TAIL], q_tail_desc.layout)
-        k_tail_ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, BLOCK_N, 1, TAIL], k_tail_desc.layout)
-    qg_full = barriers(1, 1).index(0)
+        q_tails = ring(q_tail_desc, 2)
+        k_tail_ring = ring(k_tail_desc, SLOTS)
+    qg_full, qg_empty = barriers(1, 1).index(0), barriers(1, 2).index(0)
     k_full, k_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
-    v_full, v_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
+    v_full, v_empty = barriers(V_SLOTS, 1), barriers(V_SLOTS, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_differentiate, (
-                0, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring, qg_full, k_full, k_empty, v_full, v_empty,
-                dq, lse2, delta, first, top, number, right_masked, left_masked, q_len, k_len, left, right, scale, grad_scale, dim,
-                stride_dqs, LEFT, RIGHT, TAIL,
+                0, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
+                qg_full, qg_empty, k_full, k_empty, v_full, v_empty,
+                dq, lse2, delta, lengths, sizes, items, left, right, scale, grad_scale, dim, strides,
+                LEFT, RIGHT, TAIL, META,
             )),
             (_differentiate, (
-                1, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring, qg_full, k_full, k_empty, v_full, v_empty,
-                dq, lse2, delta, first, top, number, right_masked, left_masked, q_len, k_len, left, right, scale, grad_scale, dim,
-                stride_dqs, LEFT, RIGHT, TAIL,
+                1, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
+                qg_full, qg_empty, k_full, k_empty, v_full, v_empty,
+                dq, lse2, delta, lengths, sizes, items, left, right, scale, grad_scale, dim, strides,
+                LEFT, RIGHT, TAIL, META,
             )),
             (_copy, (
                 q_desc, q_tail_desc, g_desc, k_desc, k_tail_desc, v_desc,
                 q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
-                qg_full, k_full, k_empty, v_full, v_empty, batch, head, group, first, top, number, TAIL,
+                qg_full, qg_empty, k_full, k_empty, v_full, v_empty, lengths, sizes, items, groups, left, right,
+                LEFT, RIGHT, TAIL, META,
             )),
         ],
         [4, 1],

@@ -17,79 +17,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(64)  # of a warpgroup
-# Triton 3.9 renamed both.
-load_tile = tma.async_load if "async_load" in dir(tma) else tma.async_copy_global_to_shared
-REINTERPRET_IS_PUBLIC = gl.constexpr("reinterpret" in dir(gl.shared_memory_descriptor))
-
-
-@gluon.jit
-def tile_2d(buffer, DTYPE: gl.constexpr, HEIGHT: gl.constexpr, D: gl.constexpr):
-    """A `[1, HEIGHT, 1, D]` buffer as a descriptor fills it, seen as `[HEIGHT, D]`."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    if REINTERPRET_IS_PUBLIC:
-        tile = buffer.reinterpret(DTYPE, [HEIGHT, D], layout)
-    else:
-        tile = buffer._reinterpret(DTYPE, [HEIGHT, D], layout)
-    return tile
-
-
-@gluon.jit
-def scores_of(
-    q_tiles, q_tails, half, k_ring, k_tail_ring, slot, TAIL: gl.constexpr, LAYOUT: gl.constexpr, ASYNC: gl.constexpr
-):
-    """Raw scores of a warpgroup's queries and the keys in a slot; with TAIL columns of the head beyond its first D."""
-    DTYPE: gl.constexpr = k_ring.dtype
-    BLOCK_N: gl.constexpr = k_ring.shape[2]
-    D: gl.constexpr = k_ring.shape[4]
-    q = tile_2d(q_tiles.index(half), DTYPE, ROWS, D)
-    keys = tile_2d(k_ring.index(slot), DTYPE, BLOCK_N, D)
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
-    scores = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=ASYNC)
-    if TAIL > 0:
-        q = tile_2d(q_tails.index(half), DTYPE, ROWS, TAIL)
-        keys = tile_2d(k_tail_ring.index(slot), DTYPE, BLOCK_N, TAIL)
-        scores = warpgroup_mma(q, keys.permute((1, 0)), scores, is_async=ASYNC)
-    return scores
-
-
-@gluon.jit
-def key_blocks(first, rows, position, k_len, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK: gl.constexpr):
-    """(top, number, right_masked, left_masked) for the queries first ... first + rows - 1: blocks of keys top, top - 1, ... hold
-    all that any of them sees, at least one; the first `right_masked` and the last `left_masked` of them must be masked."""
-    high = k_len
-    full_high = k_len // BLOCK
-    if RIGHT:
-        high = gl.minimum(k_len, position + first + rows + right)
-        full_high = gl.maximum(gl.minimum(k_len, position + first + right + 1), 0) // BLOCK
-    low = 0
-    full_low = 0
-    if LEFT:
-        low = gl.maximum(position + first - left, 0) // BLOCK
-        full_low = (gl.maximum(position + first + rows - 1 - left, 0) + BLOCK - 1) // BLOCK
-    top = gl.maximum((gl.maximum(high, 0) + BLOCK - 1) // BLOCK - 1, 0)
-    number = gl.maximum(top - low + 1, 1)
-    right_masked = gl.minimum(gl.maximum(top + 1 - full_high, 0), number)
-    left_masked = gl.minimum(gl.maximum(full_low - low, 0), number - right_masked)
-    return top, number, right_masked, left_masked
-
-
-@gluon.jit
-def visible(queries, keys, k_len, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Whether a query sees a key, `left` and `right` counted from the query's number; both broadcast against each other."""
-    ok = keys < k_len
-    if RIGHT:
-        ok = ok & (keys <= queries + right)
-    if LEFT:
-        ok = ok & (keys >= queries - left)
-    return ok
+from primus_turbo_plugin.kernels.triton.attention_hopper_tile import (
+    LN2,
+    LOG2E,
+    ROWS,
+    barriers,
+    copy_rows,
+    key_blocks,
+    query_tile,
+    ring,
+    scores_of,
+    tile_2d,
+    visible,
+)
 
 
 @gluon.jit
@@ -116,7 +60,7 @@ def _softmax(
 
 @gluon.jit
 def _block(
-    j, number, top, half, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, k_full, k_empty, v_full, v_empty,
+    j, base, number, top, half, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, k_full, k_empty, v_full, v_empty,
     probabilities, acc, maximum, total, scale, rows, k_len, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, TAIL: gl.constexpr,
     S_LAYOUT: gl.constexpr, OPERAND: gl.constexpr,
@@ -124,11 +68,12 @@ def _block(
     """S of block j, the second product of block j - 1 and, while that runs, the softmax of block j."""
     DTYPE: gl.constexpr = k_ring.dtype
     SLOTS: gl.constexpr = k_ring.shape[0]
-    BLOCK_N: gl.constexpr = k_ring.shape[2]
-    D: gl.constexpr = k_ring.shape[4]
-    slot, previous, following = j % SLOTS, (j - 1) % SLOTS, (j + 1) % SLOTS
+    BLOCK_N: gl.constexpr = k_ring.shape[-3]
+    D: gl.constexpr = k_ring.shape[-1]
+    step = base + j
+    slot, previous, following = step % SLOTS, (step - 1) % SLOTS, (step + 1) % SLOTS
     scores_token = scores_of(q_tiles, q_tails, half, k_ring, k_tail_ring, slot, TAIL, S_LAYOUT, True)
-    mbarrier.wait(v_full.index(previous), ((j - 1) // SLOTS) & 1)
+    mbarrier.wait(v_full.index(previous), ((step - 1) // SLOTS) & 1)
     values = tile_2d(v_ring.index(previous), DTYPE, BLOCK_N, D)
     acc_token = warpgroup_mma(probabilities, values, acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores_token])
@@ -139,7 +84,7 @@ def _block(
     )  # fmt: skip
     # The next keys are waited for here rather than at the top: ptxas moves the wait below up, ahead of the softmax, unless a
     # branch lies between.
-    mbarrier.wait(k_full.index(following), ((j + 1) // SLOTS) & 1, pred=j + 1 < number)
+    mbarrier.wait(k_full.index(following), ((step + 1) // SLOTS) & 1, pred=j + 1 < number)
     acc, probabilities = warpgroup_mma_wait(0, deps=[acc_token, probabilities])
     mbarrier.arrive(v_empty.index(previous), count=1)
     acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -148,162 +93,191 @@ def _block(
 
 @gluon.jit
 def _attend(
-    HALF: gl.constexpr, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, out, lse, sink,
-    first, top, number, right_masked, left_masked, q_len, k_len, left, right, scale, v_dim, stride_os,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr, TAIL: gl.constexpr,
+    HALF: gl.constexpr, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    out, lse, sinks, lengths, sizes, items, left, right, scale, v_dim, strides,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr, TAIL: gl.constexpr, META: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: 64 queries through all their blocks."""
+    """One warpgroup: 64 queries of each of the program's tiles through all their blocks."""
     DTYPE: gl.constexpr = k_ring.dtype
     SLOTS: gl.constexpr = k_ring.shape[0]
-    BLOCK_N: gl.constexpr = k_ring.shape[2]
-    D: gl.constexpr = k_ring.shape[4]
+    BLOCK_N: gl.constexpr = k_ring.shape[-3]
+    D: gl.constexpr = k_ring.shape[-1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    rows = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-    mbarrier.wait(q_full, 0)
+    stride_ob, stride_os, stride_oh = strides
+    heads, q_tokens = sizes[2], sizes[4]
+    base = 0  # blocks of the tiles before
+    tiles = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        batch, head, first, q_start, q_len, room, _k_start, k_len, position = query_tile(
+            item, lengths, sizes, META, 2 * ROWS
+        )
+        if first < room:
+            top, number, right_masked, left_masked = key_blocks(
+                first, gl.minimum(2 * ROWS, q_len - first), position, k_len, left, right, LEFT, RIGHT, BLOCK_N
+            )
+            near, far = left - position, right + position  # counted from a query's own number
+            rows = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+            mbarrier.wait(q_full, tiles & 1)
 
-    # The first block has no predecessor.
-    mbarrier.wait(k_full.index(0), 0)
-    scores = scores_of(q_tiles, q_tails, HALF, k_ring, k_tail_ring, 0, TAIL, S_LAYOUT, False)
-    mbarrier.arrive(k_empty.index(0), count=1)
-    maximum = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    if SINKS:
-        maximum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT)) + gl.load(sink).to(gl.float32) * LOG2E
-        total += 1.0
-    probabilities, _correction, maximum, total = _softmax(
-        scores, maximum, total, scale, rows, top * BLOCK_N, k_len, left, right,
-        LEFT, RIGHT, True, BLOCK_N, OPERAND, DTYPE,
-    )  # fmt: skip
-    acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
-    mbarrier.wait(k_full.index(1 % SLOTS), (1 // SLOTS) & 1, pred=number > 1)
-
-    # Masked on the right, then none, then masked on the left.
-    for j in range(1, right_masked):
-        probabilities, acc, maximum, total = _block(
-            j, number, top, HALF, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, k_full, k_empty, v_full, v_empty,
-            probabilities, acc, maximum, total,
-            scale, rows, k_len, left, right, LEFT, RIGHT, True, TAIL, S_LAYOUT, OPERAND,
-        )  # fmt: skip
-    for j in range(gl.maximum(right_masked, 1), number - left_masked):
-        probabilities, acc, maximum, total = _block(
-            j, number, top, HALF, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, k_full, k_empty, v_full, v_empty,
-            probabilities, acc, maximum, total,
-            scale, rows, k_len, left, right, LEFT, RIGHT, False, TAIL, S_LAYOUT, OPERAND,
-        )  # fmt: skip
-    if LEFT:
-        for j in range(gl.maximum(number - left_masked, 1), number):
-            probabilities, acc, maximum, total = _block(
-                j, number, top, HALF, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, k_full, k_empty, v_full, v_empty,
-            probabilities, acc, maximum, total,
-                scale, rows, k_len, left, right, LEFT, RIGHT, True, TAIL, S_LAYOUT, OPERAND,
+            # The first block has no predecessor.
+            slot = base % SLOTS
+            mbarrier.wait(k_full.index(slot), (base // SLOTS) & 1)
+            scores = scores_of(q_tiles, q_tails, HALF, k_ring, k_tail_ring, slot, TAIL, S_LAYOUT, False)
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            maximum = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            if SINKS:
+                sink = gl.load(sinks + head).to(gl.float32) * LOG2E
+                maximum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT)) + sink
+                total += 1.0
+            probabilities, _correction, maximum, total = _softmax(
+                scores, maximum, total, scale, rows, top * BLOCK_N, k_len, near, far,
+                LEFT, RIGHT, True, BLOCK_N, OPERAND, DTYPE,
             )  # fmt: skip
+            acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+            mbarrier.wait(k_full.index((base + 1) % SLOTS), ((base + 1) // SLOTS) & 1, pred=number > 1)
 
-    # The last second product.
-    previous = (number - 1) % SLOTS
-    mbarrier.wait(v_full.index(previous), ((number - 1) // SLOTS) & 1)
-    acc_token = warpgroup_mma(probabilities, tile_2d(v_ring.index(previous), DTYPE, BLOCK_N, D), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc_token])
-    gl.store(lse + rows, (maximum + gl.log2(total)) * LN2, mask=rows < q_len)
-    total = gl.convert_layout(total, gl.SliceLayout(1, O_LAYOUT))
-    acc = acc * gl.where(total > 0, 1.0 / total, 0.0)[:, None]
-    rows = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, O_LAYOUT))
-    cols = gl.arange(0, D, layout=gl.SliceLayout(0, O_LAYOUT))
-    places = out + rows[:, None].to(gl.int64) * stride_os + cols[None, :]
-    gl.store(places, acc.to(out.dtype.element_ty), mask=(rows < q_len)[:, None] & (cols < v_dim)[None, :])
+            # Masked on the right, then none, then masked on the left.
+            for j in range(1, right_masked):
+                probabilities, acc, maximum, total = _block(
+                    j, base, number, top, HALF, q_tiles, q_tails, k_ring, k_tail_ring, v_ring,
+                    k_full, k_empty, v_full, v_empty, probabilities, acc, maximum, total,
+                    scale, rows, k_len, near, far, LEFT, RIGHT, True, TAIL, S_LAYOUT, OPERAND,
+                )  # fmt: skip
+            for j in range(gl.maximum(right_masked, 1), number - left_masked):
+                probabilities, acc, maximum, total = _block(
+                    j, base, number, top, HALF, q_tiles, q_tails, k_ring, k_tail_ring, v_ring,
+                    k_full, k_empty, v_full, v_empty, probabilities, acc, maximum, total,
+                    scale, rows, k_len, near, far, LEFT, RIGHT, False, TAIL, S_LAYOUT, OPERAND,
+                )  # fmt: skip
+            if LEFT:
+                for j in range(gl.maximum(number - left_masked, 1), number):
+                    probabilities, acc, maximum, total = _block(
+                        j, base, number, top, HALF, q_tiles, q_tails, k_ring, k_tail_ring, v_ring,
+                        k_full, k_empty, v_full, v_empty, probabilities, acc, maximum, total,
+                        scale, rows, k_len, near, far, LEFT, RIGHT, True, TAIL, S_LAYOUT, OPERAND,
+                    )  # fmt: skip
+
+            # The last second product, while the next tile's queries come.
+            mbarrier.arrive(q_empty, count=1)
+            base += number
+            tiles += 1
+            last = (base - 1) % SLOTS
+            mbarrier.wait(v_full.index(last), ((base - 1) // SLOTS) & 1)
+            values = tile_2d(v_ring.index(last), DTYPE, BLOCK_N, D)
+            acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(probabilities, values, acc, is_async=True)])
+            mbarrier.arrive(v_empty.index(last), count=1)
+
+            # Rows that see nothing: 0 and -inf. Padding likewise, sink or not.
+            logarithm = (maximum + gl.log2(total)) * LN2
+            line = (batch.to(gl.int64) * heads + head) * q_tokens + q_start
+            if META.packed:
+                logarithm = gl.where(rows < q_len, logarithm, -float("inf"))
+                total = gl.where(rows < q_len, total, 0.0)
+            gl.store(lse + line + rows, logarithm, mask=rows < room)
+            total = gl.convert_layout(total, gl.SliceLayout(1, O_LAYOUT))
+            acc = acc * gl.where(total > 0, 1.0 / total, 0.0)[:, None]
+            rows = first + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, O_LAYOUT))
+            cols = gl.arange(0, D, layout=gl.SliceLayout(0, O_LAYOUT))
+            place = batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh + q_start.to(gl.int64) * stride_os
+            places = out + place + rows[:, None].to(gl.int64) * stride_os + cols[None, :]
+            gl.store(places, acc.to(out.dtype.element_ty), mask=(rows < room)[:, None] & (cols < v_dim)[None, :])
 
 
 @gluon.jit
 def _copy(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, q_tiles, q_tails, k_ring, k_tail_ring, v_ring,
-    q_full, k_full, k_empty, v_full, v_empty, batch, head, group, first, top, number, TAIL: gl.constexpr,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, lengths, sizes, items, groups, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, META: gl.constexpr,
 ):  # fmt: skip
     """The warp that keeps the rings full."""
     SLOTS: gl.constexpr = k_ring.shape[0]
-    BLOCK_N: gl.constexpr = k_ring.shape[2]
-    D: gl.constexpr = k_ring.shape[4]
-    mbarrier.expect(q_full, 2 * ROWS * (D + TAIL) * 2)
-    for half in gl.static_range(2):
-        row = first + half * ROWS
-        load_tile(q_desc, [batch, row, head, 0], q_full, q_tiles.index(half))
-        if TAIL > 0:
-            load_tile(q_tail_desc, [batch, row, head, D], q_full, q_tails.index(half))
-    for j in range(number):
-        slot = j % SLOTS
-        phase = ((j // SLOTS) & 1) ^ 1
-        first_key = (top - j) * BLOCK_N
-        mbarrier.wait(k_empty.index(slot), phase)
-        full = k_full.index(slot)
-        mbarrier.expect(full, BLOCK_N * (D + TAIL) * 2)
-        load_tile(k_desc, [batch, first_key, group, 0], full, k_ring.index(slot))
-        if TAIL > 0:
-            load_tile(k_tail_desc, [batch, first_key, group, D], full, k_tail_ring.index(slot))
-        mbarrier.wait(v_empty.index(slot), phase)
-        mbarrier.expect(v_full.index(slot), BLOCK_N * D * 2)
-        load_tile(v_desc, [batch, first_key, group, 0], v_full.index(slot), v_ring.index(slot))
-
-
-@gluon.jit
-def barriers(SLOTS: gl.constexpr, count: gl.constexpr):
-    """`SLOTS` barriers, each for `count` arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(made.index(i), count=count)
-    return made
+    BLOCK_N: gl.constexpr = k_ring.shape[-3]
+    D: gl.constexpr = k_ring.shape[-1]
+    heads = sizes[2]
+    base = 0
+    tiles = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        batch, head, first, q_start, q_len, room, k_start, k_len, position = query_tile(
+            item, lengths, sizes, META, 2 * ROWS
+        )
+        if first < room:
+            top, number, _right_masked, _left_masked = key_blocks(
+                first, gl.minimum(2 * ROWS, q_len - first), position, k_len, left, right, LEFT, RIGHT, BLOCK_N
+            )
+            group = head // (heads // groups)
+            for j in range(number):
+                slot = (base + j) % SLOTS
+                phase = (((base + j) // SLOTS) & 1) ^ 1
+                key = (top - j) * BLOCK_N
+                mbarrier.wait(k_empty.index(slot), phase)
+                full = k_full.index(slot)
+                mbarrier.expect(full, BLOCK_N * (D + TAIL) * 2)
+                copy_rows(k_desc, batch, k_start, k_len, key, group, 0, full, k_ring.index(slot), META)
+                if TAIL > 0:
+                    copy_rows(k_tail_desc, batch, k_start, k_len, key, group, D, full, k_tail_ring.index(slot), META)
+                if j == 0:
+                    mbarrier.wait(q_empty, (tiles & 1) ^ 1)
+                    mbarrier.expect(q_full, 2 * ROWS * (D + TAIL) * 2)
+                    for half in gl.static_range(2):
+                        row = first + half * ROWS
+                        copy_rows(q_desc, batch, q_start, q_len, row, head, 0, q_full, q_tiles.index(half), META)
+                        if TAIL > 0:
+                            copy_rows(
+                                q_tail_desc, batch, q_start, q_len, row, head, D, q_full, q_tails.index(half), META
+                            )
+                mbarrier.wait(v_empty.index(slot), phase)
+                mbarrier.expect(v_full.index(slot), BLOCK_N * D * 2)
+                copy_rows(v_desc, batch, k_start, k_len, key, group, 0, v_full.index(slot), v_ring.index(slot), META)
+            base += number
+            tiles += 1
 
 
 @gluon.jit
 def attention_hopper_fwd_kernel(
-    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, out, lse, sinks,
-    heads, groups, q_len, k_len, tiles, left, right, scale, v_dim, stride_ob, stride_os, stride_oh,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, out, lse, sinks, cu_q, starts_q, cu_k, starts_k,
+    items, slots, chunk, heads, groups, heads_batches, q_tokens, k_tokens, sequences, cp_rank, cp_size,
+    left, right, scale, v_dim, stride_ob, stride_os, stride_oh,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr, META: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Programs: batch * heads * tiles of 128 queries; the last tiles of a head first, which under causality take longest."""
-    program = gl.program_id(0)
-    tile = tiles - 1 - program % tiles
-    head_batch = program // tiles
-    head = head_batch % heads
-    batch = head_batch // heads
-    group = head // (heads // groups)
-    first = tile * (2 * ROWS)
-    position = k_len - q_len
-    top, number, right_masked, left_masked = key_blocks(
-        first, gl.minimum(2 * ROWS, q_len - first), position, k_len, left, right, LEFT, RIGHT, BLOCK_N
-    )
-    left, right = left - position, right + position  # from here on counted from a query's own number
-    out += batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
-    lse += head_batch.to(gl.int64) * q_len
-    sink = lse  # anything: a tuple of arguments takes no None
-    if SINKS:
-        sink = sinks + head
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, ROWS, 1, D], q_desc.layout)
-    k_ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, BLOCK_N, 1, D], k_desc.layout)
+    """`items` tiles of 128 queries, shared out over the programs there are; see `query_tile`."""
+    lengths = (lse, lse, lse, lse)  # anything: a tuple of arguments takes no None
+    if META.packed:
+        lengths = (cu_q, starts_q, cu_k, starts_k)
+    sizes = (slots, chunk, heads, heads_batches, q_tokens, k_tokens, sequences, cp_rank, cp_size)
+    strides = (stride_ob, stride_os, stride_oh)
+    if not SINKS:
+        sinks = lse
+    q_tiles = ring(q_desc, 2)
+    k_ring = ring(k_desc, SLOTS)
     q_tails, k_tail_ring = q_tiles, k_ring
     if TAIL > 0:
-        q_tails = gl.allocate_shared_memory(q_desc.dtype, [2, 1, ROWS, 1, TAIL], q_tail_desc.layout)
-        k_tail_ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, BLOCK_N, 1, TAIL], k_tail_desc.layout)
-    v_ring = gl.allocate_shared_memory(v_desc.dtype, [SLOTS, 1, BLOCK_N, 1, D], v_desc.layout)
-    q_full = barriers(1, 1).index(0)
+        q_tails = ring(q_tail_desc, 2)
+        k_tail_ring = ring(k_tail_desc, SLOTS)
+    v_ring = ring(v_desc, SLOTS)
+    q_full, q_empty = barriers(1, 1).index(0), barriers(1, 2).index(0)
     k_full, k_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
     v_full, v_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_attend, (
-                0, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, out, lse, sink,
-                first, top, number, right_masked, left_masked, q_len, k_len, left, right, scale, v_dim, stride_os,
-                LEFT, RIGHT, SINKS, TAIL,
+                0, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                out, lse, sinks, lengths, sizes, items, left, right, scale, v_dim, strides,
+                LEFT, RIGHT, SINKS, TAIL, META,
             )),
             (_attend, (
-                1, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, out, lse, sink,
-                first, top, number, right_masked, left_masked, q_len, k_len, left, right, scale, v_dim, stride_os,
-                LEFT, RIGHT, SINKS, TAIL,
+                1, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                out, lse, sinks, lengths, sizes, items, left, right, scale, v_dim, strides,
+                LEFT, RIGHT, SINKS, TAIL, META,
             )),
             (_copy, (
                 q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, q_tiles, q_tails, k_ring, k_tail_ring, v_ring,
-                q_full, k_full, k_empty, v_full, v_empty, batch, head, group, first, top, number, TAIL,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, lengths, sizes, items, groups, left, right,
+                LEFT, RIGHT, TAIL, META,
             )),
         ],
         [4, 1],

@@ -128,10 +128,10 @@ def forward_launch(
 ) -> Launch:
     """The forward kernel, writing out and lse."""
     meta = meta_of(q, k, v, problem, tile, tma=tma, both_ways=False)
-    slots = _query_slots(q, problem, tile.block_m)
+    slots = query_slots(q, problem, tile.block_m)
     args = {
         "q": q, "k": k, "v": v, **_key_descriptors(k, v, meta, tile), "out": out, "lse": lse, "sinks": problem.sinks,
-        **_shared(q, k, problem), "slots": slots,
+        **shared_args(q, k, problem), "slots": slots,
         **_strides("q", q), **_strides("k", k), **_strides("v", v), **_strides("o", out), **_mask_strides(problem),
     }  # fmt: skip
     del args["grad_scale"]
@@ -156,13 +156,13 @@ def dkdv_launch(
 ) -> Launch:  # fmt: skip
     """dk and dv `[splits, batch, tokens, groups, dim]`."""
     meta = meta_of(q, k, v, problem, tile, tma=tma, both_ways=both_ways)
-    slots = _slots(k.shape[1], problem.starts_k, 1, tile.block_n)
+    slots = key_slots(k, problem, tile.block_n)
     splits = dk.shape[0]
     q_desc, q_desc1 = _descriptors(q, meta.d0, meta.d1, tile.block_m, meta.tma)
     dout_desc, _ = _descriptors(dout, meta.dv, 0, tile.block_m, meta.tma)
     args = {
         "q": q, "k": k, "v": v, "q_desc": q_desc, "q_desc1": q_desc1, "dout": dout, "dout_desc": dout_desc,
-        "dk": dk, "dv": dv, "lse2": lse2, "delta": delta, **_shared(q, k, problem), "slots": slots, "splits": splits,
+        "dk": dk, "dv": dv, "lse2": lse2, "delta": delta, **shared_args(q, k, problem), "slots": slots, "splits": splits,
         **_strides("q", q), **_strides("k", k), **_strides("v", v), **_strides("g", dout),
         "stride_dkp": dk.stride(0), **_strides("dk", dk[0]), "stride_dvp": dv.stride(0), **_strides("dv", dv[0]),
         **_mask_strides(problem),
@@ -177,10 +177,10 @@ def dq_launch(
 ) -> Launch:  # fmt: skip
     """dq in its own dtype."""
     meta = meta_of(q, k, v, problem, tile, tma=tma, both_ways=both_ways)
-    slots = _query_slots(q, problem, tile.block_m)
+    slots = query_slots(q, problem, tile.block_m)
     args = {
         "q": q, "k": k, "v": v, **_key_descriptors(k, v, meta, tile), "dout": dout, "dq": dq, "lse2": lse2, "delta": delta,
-        **_shared(q, k, problem), "slots": slots,
+        **shared_args(q, k, problem), "slots": slots,
         **_strides("q", q), **_strides("k", k), **_strides("v", v), **_strides("g", dout), **_strides("dq", dq),
         **_mask_strides(problem),
     }  # fmt: skip
@@ -209,7 +209,8 @@ def _launch(kernel: Any, grid: int, args: dict[str, Any], meta: AttentionMeta, t
     return Launch(kernel, (grid,), args, constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages})
 
 
-def _shared(q: Tensor, k: Tensor, problem: Problem) -> dict[str, Any]:
+def shared_args(q: Tensor, k: Tensor, problem: Problem) -> dict[str, Any]:
+    """What every kernel takes beside tensors and strides."""
     capped = problem.softcap != 0.0
     keep = 1.0 - problem.probability
     return {
@@ -242,8 +243,14 @@ def _mask_strides(problem: Problem) -> dict[str, int]:
     }
 
 
-def _query_slots(q: Tensor, problem: Problem, block: int) -> int:
+def query_slots(q: Tensor, problem: Problem, block: int) -> int:
+    """Programs that a head needs for all tiles of `block` queries."""
     return _slots(q.shape[1], problem.starts_q, 2 if problem.cp_size > 1 else 1, block)
+
+
+def key_slots(k: Tensor, problem: Problem, block: int) -> int:
+    """Programs that a group needs for all tiles of `block` keys."""
+    return _slots(k.shape[1], problem.starts_k, 1, block)
 
 
 def _slots(tokens: int, starts: Tensor | None, halves: int, block: int) -> int:
@@ -268,3 +275,7 @@ def _descriptors(x: Tensor, d0: int, d1: int, rows: int, wanted: bool) -> tuple[
     strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape)] + [1]
     both = [TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, d]) if d else None for d in (d0, d1)]
     return both[0], both[1]
+
+
+_shared = shared_args
+_query_slots = query_slots

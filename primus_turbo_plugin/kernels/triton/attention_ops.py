@@ -67,8 +67,8 @@ def _backward(
         lse2 = torch.empty_like(lse)
         launch.delta_launch(out, dout, lse, row_delta if delta is None else None, lse2).run()
         on_hopper = _arch(q) == "sm90" and hopper.applies(described, q, k, v, dout)
-        dkdv_on_hopper = on_hopper and hopper.applies(described, q, k, v, dout, tail=False) and q.shape[1] % 4 == 0
-        splits = _splits(q, k, hopper.KEYS if dkdv_on_hopper else tiles.dkdv.block_n)
+        dkdv_on_hopper = on_hopper and q.shape[1] % 4 == 0
+        splits = _splits(q, k, hopper.dkdv_keys(q, v) if dkdv_on_hopper else tiles.dkdv.block_n)
         parts_k, parts_v = _parts(dk, splits), _parts(dv, splits)
         shared = (lse2, row_delta, described)
         ways: dict[str, Any] = {"tma": tma, "both_ways": both_ways}
