@@ -41,3 +41,21 @@ def accumulation_bound(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype 
     exact = (a.double() @ b.double().t()).abs()
     smallest = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}[out_dtype]
     return 1.01 * (a.shape[1] * FP32_UNIT * magnitude + UNIT[out_dtype] * exact) + smallest
+
+
+FP8_ATTENTION_ROUNDINGS = {"out": 4, "dv": 3, "dq": 5, "dk": 5}
+"""E4M3 roundings that reach each result of attention with scores of spread 1, each off by `GAUSSIAN_RELATIVE_ERROR["fp8"]` of it.
+
+A score's error is that of q and of k, two, and changes a probability by as much relative to it, since d exp(s) = exp(s) ds.
+To these come: out, the rounding of P and of v; dv, that of dout; dq and dk, those of dout, of v, and of k or q. E5M2 for dout
+counts four times: its steps are twice as wide.
+"""
+
+
+def fp8_attention_bar(name: str, gradients: str = "e4m3") -> float:
+    """Largest RMS error over RMS value of a result of FP8 attention on Gaussian numbers: independent roundings, and a fifth more
+    for first rows, whose few keys make scores that weigh more."""
+    roundings = FP8_ATTENTION_ROUNDINGS[name]
+    if name != "out":
+        roundings += {"e4m3": 0, "e5m2": 3, "bf16": -1}[gradients]
+    return 1.2 * GAUSSIAN_RELATIVE_ERROR["fp8"] * roundings**0.5

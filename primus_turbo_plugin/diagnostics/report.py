@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from primus_turbo_plugin.devices import Device, detect
-from primus_turbo_plugin.diagnostics.serving import Served, format_summary, who_serves
+from primus_turbo_plugin.diagnostics.serving import Served, attention_status, format_summary, who_serves
 from primus_turbo_plugin.diagnostics.tables import ranges, section
 from primus_turbo_plugin.kernels.registry import KernelRegistry, default_registry
 from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
@@ -78,6 +78,7 @@ def startup_report(
     settings: Iterable[MegatronSetting] = (),
     components: Mapping[str, str] | None = None,
     memory: Iterable[tuple[str, str]] = (),
+    attention: Iterable[tuple[str, str]] = (),
     device: Device | None = None,
     registry: KernelRegistry | None = None,
 ) -> str:
@@ -89,12 +90,16 @@ def startup_report(
         settings: What became of Megatron's own settings.
         components: Component -> who provides it, where that is worth a line (`attention` -> `megatron`).
         memory: What the linears keep for backward (`memory_report.startup_rows`).
+        attention: (layers, numbers that their core attention multiplies); empty where it multiplies tensors as they come.
         device, registry: Stand-ins for the machine's own.
     """
     device = detect() if device is None else device
     registry = default_registry() if registry is None else registry
     plans = list(plans)
     served = who_serves(registry, device, resolved.config.kernels if resolved else None)
+    attention = list(attention)
+    if attention:
+        attention.append(("FP8 runs", attention_status(device, served)))
     rows = [(row.modules, row.layers or "-", row.recipe, row.reason) for row in precision_rows(plans)]
     tuning = tuning_table(resolved.config.tuning_file if resolved else None)
     notes = device.notes + (resolved.notes if resolved else ()) + tuning.notes
@@ -104,6 +109,7 @@ def startup_report(
         section("primus-turbo: kernels", kernel_rows(served)),
         section("primus-turbo: components", [*(components or {}).items()]),
         section("primus-turbo: precision", [("module", "layers", "recipe", "decided by"), *rows] if rows else ()),
+        section("primus-turbo: core attention", attention),
         section("primus-turbo: kept for backward by linears (predicted)", memory),
         section("primus-turbo: tuned configurations", tuning_rows(tuning, device)),
         section(

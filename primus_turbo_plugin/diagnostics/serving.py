@@ -10,6 +10,7 @@ import torch
 
 from primus_turbo_plugin.devices import FORMATS, Device
 from primus_turbo_plugin.errors import UnsupportedError
+from primus_turbo_plugin.kernels.attention import AttentionRequest
 from primus_turbo_plugin.kernels.registry import Backend, Choice, KernelRegistry
 from primus_turbo_plugin.kernels.requests import GemmRequest, QuantizeRequest, Request
 from primus_turbo_plugin.precision.module_plan import KernelOrders
@@ -25,9 +26,9 @@ class Served:
     Attributes:
         op: The request's op.
         request: The request in words.
-        formats: Formats of a GEMM's operands; empty for other ops.
+        formats: Formats of the operands of a GEMM or of attention; empty for other ops.
         backend: None where nobody does.
-        emulated: Why a quantised GEMM runs without units for its format; None where it has them, or needs none.
+        emulated: Why quantised products run without units for their format; None where they have them, or need none.
         refusals: (backend, reason) of those that come first in the order and refused.
         note: The backend's own: what it costs beside.
     """
@@ -42,7 +43,9 @@ class Served:
 
 
 def gemm_formats(request: Request) -> tuple[str, ...]:
-    """The formats of a GEMM's operands, `bf16` for plain ones; empty for other ops."""
+    """The formats of the operands of a GEMM or of attention, `bf16` for plain ones; empty for other ops."""
+    if isinstance(request, AttentionRequest):
+        return ("fp8",) if request.fp8 else ()
     if not isinstance(request, GemmRequest):
         return ()
     kinds = (request.a, request.b)
@@ -88,7 +91,7 @@ def who_serves(
 def format_summary(device: Device, served: Iterable[Served]) -> dict[str, str]:
     """Format -> how its GEMMs run: by whom, natively or emulated and why."""
     summary = {}
-    rows = {row.formats: row for row in served}
+    rows = {row.formats: row for row in served if row.op != AttentionRequest.op}
     native = "" if device.capabilities.vendor == "cpu" else "native, "
     for name in FORMATS:
         row = rows.get((name,))
@@ -120,6 +123,15 @@ def requests_of(precision: LinearPrecision, torch_device: str) -> list[Request]:
         out_dtype = torch.float32 if is_wgrad else bf16
         found.append(GemmRequest(device=torch_device, a=a, b=b, out_dtype=out_dtype, accumulate=is_wgrad))
     return found
+
+
+def attention_status(device: Device, served: Iterable[Served]) -> str:
+    """How FP8 attention runs here: natively, or emulated and why."""
+    row = next(row for row in served if row.op == AttentionRequest.op and row.formats == ("fp8",))
+    if row.backend is None:
+        return "; ".join(f"{backend}: {reason}" for backend, reason in row.refusals)
+    native = "by " if device.capabilities.vendor == "cpu" else "FP8 matrix units, by "
+    return row.emulated or f"{native}{row.backend}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,6 +28,7 @@ from primus_turbo_plugin.kernels.attention import (
     Dropout,
 )
 from primus_turbo_plugin.kernels.registry import default_registry
+from primus_turbo_plugin.precision.attention import AttentionPrecision
 
 Layout = Literal["sbhd", "bshd", "thd"]
 
@@ -45,6 +46,7 @@ def attention(
     softcap: float = 0.0,
     dropout: Dropout | None = None,
     deterministic: bool = False,
+    precision: AttentionPrecision | None = None,
     context: ContextParallel | None = None,
     kernels: Sequence[str] | None = None,
 ) -> Tensor:
@@ -65,6 +67,7 @@ def attention(
         softcap: scores become softcap * tanh(scores / softcap); 0 is off.
         dropout: Of the probabilities.
         deterministic: Only kernels that give the same bits every run will do.
+        precision: In which numbers q, k, v, probabilities and gradients are multiplied; None for their own.
         context: Ranks that share the sequences, each holding chunks r and 2 * size - 1 - r of every one, and how they attend. A
             mask tensor or bias then has this rank's queries and all keys, in the sequences' own order.
         kernels: Backends that may serve it, first choice first; None for the registry's order.
@@ -79,7 +82,14 @@ def attention(
     q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
     mask = mask or AttentionMask()
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    options = AttentionOptions(scale=scale, mask=mask, softcap=softcap, dropout=dropout, deterministic=deterministic)
+    options = AttentionOptions(
+        scale=scale,
+        mask=mask,
+        softcap=softcap,
+        dropout=dropout,
+        deterministic=deterministic,
+        precision=precision or AttentionPrecision(),
+    )
     _check(q, k, v, layout, options, bias, sinks, 1 if context is None else context.size)
     if context is not None and context.size > 1:
         with no_autocast(q):

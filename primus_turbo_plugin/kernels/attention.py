@@ -9,6 +9,7 @@ row's `out`, `lse` and `delta`, and returns dq, dk and dv in fp32 for the caller
 a partial call has neither. Keys and queries are then slices of a chunk, with windows and packed lengths to match. A counter
 of dropout must be told where they stand: `Dropout.query_places` and `key_places`, int32 `[queries]` and `[keys]`, each token's
 place among all ranks' tokens in their natural order (None: counted from 0), and `first_head`, where heads are split (all-to-all).
+Under FP8 the caller first decodes a rank's tensors (`attention_decoded`): cut as it likes, they then quantise to themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from primus_turbo_plugin.kernels.requests import Request
+from primus_turbo_plugin.precision.attention import AttentionPrecision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -123,6 +125,7 @@ class AttentionOptions:
         softcap: scores become softcap * tanh(scores / softcap), before bias and mask; 0 is off.
         dropout: None for none.
         deterministic: Only kernels that give the same bits every run will do.
+        precision: In which numbers q, k, v, probabilities and dout are multiplied.
     """
 
     scale: float
@@ -130,6 +133,7 @@ class AttentionOptions:
     softcap: float = 0.0
     dropout: Dropout | None = None
     deterministic: bool = False
+    precision: AttentionPrecision = field(default_factory=AttentionPrecision)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,10 +158,11 @@ class AttentionRequest(Request):
         dropout: Whether probabilities are dropped.
         deterministic: Whether the same bits are wanted every run.
         partial: Whether the keys at hand may be only some of each row's; see the top of this file.
+        fp8: Whether q, k, v and probabilities are multiplied in FP8.
     """
 
     op: ClassVar[str] = "attention"
-    functions: ClassVar[tuple[str, ...]] = ("attention_fwd", "attention_bwd")
+    functions: ClassVar[tuple[str, ...]] = ("attention_fwd", "attention_bwd", "attention_decoded")
 
     dtype: torch.dtype
     heads: int
@@ -176,6 +181,7 @@ class AttentionRequest(Request):
     dropout: bool = False
     deterministic: bool = False
     partial: bool = False
+    fp8: bool = False
 
     @classmethod
     def of(
@@ -201,13 +207,14 @@ class AttentionRequest(Request):
             softcap=options.softcap != 0.0,
             dropout=options.dropout is not None,
             deterministic=options.deterministic,
+            fp8=options.precision.is_quantized,
         )
 
     @classmethod
     def examples(cls, device: str) -> tuple[Request, ...]:
         llama: dict[str, Any] = {"heads": 32, "groups": 8, "head_dim": 128, "v_head_dim": 128, "causal": True}
         variations: list[dict[str, Any]] = [{}, {"packed": True}, {"window": (1024, 0)}, {"sinks": True}]
-        variations += [{"groups": 32, "head_dim": 192}]  # multi-head latent attention
+        variations += [{"groups": 32, "head_dim": 192}, {"fp8": True}]  # multi-head latent attention; FP8
         return tuple(cls(device=device, dtype=torch.bfloat16, **(llama | variation)) for variation in variations)
 
     def __str__(self) -> str:

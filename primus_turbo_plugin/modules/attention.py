@@ -25,6 +25,7 @@ from primus_turbo_plugin.kernels.attention import AttentionMask, Dropout, Packin
 from primus_turbo_plugin.modules.attention_settings import CAUSAL, PADDING, read_settings
 from primus_turbo_plugin.modules.context_parallel import context_parallel, for_batch
 from primus_turbo_plugin.modules.megatron_contract import check_keywords
+from primus_turbo_plugin.precision.attention import AttentionPrecision
 from primus_turbo_plugin.precision.module_plan import ModulePlan
 
 
@@ -59,7 +60,8 @@ class TurboDotProductAttention(MegatronModule):
         num_splits: Refused; a setting of another library's kernel.
         cp_comm_type: How context parallelism moves keys and values: `p2p` (None), `all_gather`, `a2a` or `a2a+p2p`.
         pg_collection: Process groups; None for Megatron's global ones.
-        plan: Which kernels may serve it.
+        plan: In which numbers it multiplies, and which kernels may serve it; None: as `config.fp8_dot_product_attention` says,
+            and any.
         name: Megatron's name for the module, from 0.19.
 
     Raises:
@@ -87,7 +89,7 @@ class TurboDotProductAttention(MegatronModule):
         **newer: Any,
     ) -> None:
         super().__init__(config=config)
-        self.plan = plan or ModulePlan.default()
+        self.plan = plan or ModulePlan(attention=_asked_of_megatron(config))
         self.where = self.plan.path or name or f"layer {layer_number}: core_attention"
         check_keywords(self.where, newer)
         self.layer_number = max(1, layer_number)
@@ -173,6 +175,7 @@ class TurboDotProductAttention(MegatronModule):
             sinks=None if self.softmax_offset is None else self.softmax_offset.to(query.device),
             dropout=self._dropout(query),
             deterministic=self.config.deterministic_mode,
+            precision=self.plan.attention,
             context=context,
             kernels=self.plan.kernels.get("attention"),
         )
@@ -249,6 +252,10 @@ class TurboDotProductAttention(MegatronModule):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine's fp8 state
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def _asked_of_megatron(config: TransformerConfig) -> AttentionPrecision:
+    return AttentionPrecision(format="fp8" if config.fp8_dot_product_attention else "bf16")
 
 
 def _refuse_num_splits(num_splits: int | None, where: str) -> None:

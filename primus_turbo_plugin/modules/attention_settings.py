@@ -22,8 +22,12 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     # Settings absent from a release read as None.
     ("qk_clip", bool, "the largest logit of each head is not recorded. Unset it, " + _OTHERS),
     ("log_max_attention_logit", bool, "the largest logit of each head is not recorded. Unset it, " + _OTHERS),
-    ("fp8_dot_product_attention", bool, "attention runs in the inputs' precision. Unset it, " + _OTHERS),
-    ("fp8_multi_head_attention", bool, "attention runs in the inputs' precision. Unset it, " + _OTHERS),
+    (
+        "fp8_multi_head_attention",
+        bool,
+        "the linears around attention hand it no FP8 codes. Set fp8_dot_product_attention, which quantises inside, "
+        + _OTHERS,
+    ),
     ("use_kitchen_attention", bool, "it names another library's attention. Unset it, " + _OTHERS),
     (
         "batch_invariant_mode",

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from primus_turbo_plugin.errors import ConfigError
+from primus_turbo_plugin.precision.attention import AttentionPrecision
 from primus_turbo_plugin.precision.communication import Communication
 from primus_turbo_plugin.precision.config_file import parse_yaml, read_yaml
 from primus_turbo_plugin.precision.module_plan import KernelOrders, ModulePlan
@@ -44,6 +45,7 @@ class ModuleOverride:
     precision: Recipe | None = None
     padding: Padding | None = None
     kernels: KernelOrders | None = None
+    attention_precision: AttentionPrecision | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not self.pattern:
@@ -57,17 +59,20 @@ class ModuleOverride:
 
     @classmethod
     def from_value(cls, pattern: str, value: Any) -> ModuleOverride:
-        """From YAML: a preset's name, or a mapping with `precision`, `padding`, `kernels`.
+        """From YAML: a preset's name, or a mapping with `precision`, `padding`, `kernels`, `attention_precision`.
 
         Raises:
             ConfigError: A key is unknown, or nothing is set.
         """
         where = f"modules[{pattern!r}]"
         value = {"precision": value} if isinstance(value, str) else value
-        check_keys(where, value, ("precision", "padding", "kernels"))
+        check_keys(where, value, ("precision", "padding", "kernels", "attention_precision"))
         if not value:
-            raise ConfigError(f"{where}: sets nothing; give precision, padding or kernels, or remove it")
-        readers = {"precision": Recipe.from_value, "kernels": KernelOrders.from_value}
+            raise ConfigError(
+                f"{where}: sets nothing; give precision, padding, kernels or attention_precision, or remove it"
+            )
+        readers: dict[str, Any] = {"precision": Recipe.from_value, "kernels": KernelOrders.from_value}
+        readers["attention_precision"] = AttentionPrecision.from_value
         given: dict[str, Any] = {
             key: readers[key](item, where=f"{where}.{key}") if key in readers else item for key, item in value.items()
         }
@@ -82,6 +87,8 @@ class ModuleOverride:
             value["padding"] = self.padding
         if self.kernels is not None:
             value["kernels"] = self.kernels.to_value()
+        if self.attention_precision is not None:
+            value["attention_precision"] = self.attention_precision.to_value()
         return value
 
 
@@ -95,6 +102,7 @@ class TurboConfig:
         bf16_first_layers: The first so many decoder layers run in BF16.
         bf16_last_layers: The last so many decoder layers run in BF16.
         linear, norm, attention: Who provides that component: turbo, megatron or transformer_engine.
+        attention_precision: In which numbers core attention multiplies.
         kernels: Which backends may serve each op, in which order.
         tuning_file: File of tuned kernel configurations (`primus-turbo tune`), in front of those this package ships.
         padding: `pad` (exact) or `refuse` contractions that are no multiple of the block.
@@ -113,6 +121,7 @@ class TurboConfig:
     linear: str = "turbo"
     norm: str = "turbo"
     attention: str = "turbo"
+    attention_precision: AttentionPrecision = field(default_factory=AttentionPrecision)
     kernels: KernelOrders = field(default_factory=KernelOrders)
     tuning_file: str | None = None
     padding: Padding = "pad"
@@ -128,6 +137,7 @@ class TurboConfig:
             check_int(key, getattr(self, key))
         if self.tuning_file is not None and (not isinstance(self.tuning_file, str) or not self.tuning_file):
             raise ConfigError(f"tuning_file: must be the path of a file; got {self.tuning_file!r}")
+        self._check_attention()
         asked = self.quantized_by()
         if asked and self.linear != "turbo":
             raise ConfigError(
@@ -162,6 +172,8 @@ class TurboConfig:
                 given["precision"] = Recipe.from_value(given["precision"])
             if "kernels" in given:
                 given["kernels"] = KernelOrders.from_value(given["kernels"])
+            if "attention_precision" in given:
+                given["attention_precision"] = AttentionPrecision.from_value(given["attention_precision"])
             if "communication" in given:
                 given["communication"] = Communication.from_value(given["communication"])
             if "modules" in given:
@@ -182,6 +194,7 @@ class TurboConfig:
         plain["modules"] = {override.pattern: override.to_value() for override in self.modules}
         plain["kernels"] = self.kernels.to_value()
         plain["communication"] = self.communication.to_value()
+        plain["attention_precision"] = self.attention_precision.to_value()
         return {key: value for key, value in plain.items() if value not in ({}, [], None)}
 
     def to_yaml(self) -> str:
@@ -193,6 +206,16 @@ class TurboConfig:
         written = [("precision", self.precision)]
         written += [(f"modules[{item.pattern!r}]", item.precision) for item in self.modules if item.precision]
         return tuple(f"{key}: {recipe.name}" for key, recipe in written if recipe.linear().is_quantized)
+
+    def attention_quantized_by(self) -> tuple[str, ...]:
+        """The settings that ask for quantised attention, as they are written."""
+        written = [("attention_precision", self.attention_precision)]
+        written += [
+            (f"modules[{item.pattern!r}].attention_precision", item.attention_precision)
+            for item in self.modules
+            if item.attention_precision
+        ]
+        return tuple(f"{key}: {precision.format}" for key, precision in written if precision.is_quantized)
 
     def unmatched_patterns(self, paths: Iterable[str]) -> tuple[str, ...]:
         """The patterns that match none of `paths`, which must be those of the whole model, not of one pipeline stage."""
@@ -211,13 +234,14 @@ class TurboConfig:
             ConfigError: Pinned layers leave nothing to quantise, or a pattern asks for a quantised layer that is pinned.
         """
         recipe, reason = self.precision, "precision"
-        padding, kernels = self.padding, self.kernels
+        padding, kernels, attention = self.padding, self.kernels, self.attention_precision
         for override in self.modules:
             if override.matches(module_path):
                 if override.precision is not None:
                     recipe, reason = override.precision, f"modules[{override.pattern!r}]"
                 padding = override.padding or padding
                 kernels = kernels if override.kernels is None else override.kernels
+                attention = override.attention_precision or attention
         pin = self._pinned_by(module_path, layer_number, num_layers)
         if pin is not None:
             if recipe.linear().is_quantized and re.search(rf"\blayers\.{layer_number}\.", reason):
@@ -225,7 +249,7 @@ class TurboConfig:
                     f"{module_path}: {reason} asks for {recipe.name}, and {pin} keeps this layer in BF16. "
                     "Remove the pattern, or lower the number of BF16 layers."
                 )
-            recipe, reason = Recipe(base="bf16"), pin
+            recipe, reason, attention = Recipe(base="bf16"), pin, AttentionPrecision()
         precision = recipe.linear(padding=padding, signs_seed=self.signs_seed, rounding_seed=self.rounding_seed)
         return ModulePlan(
             path=module_path,
@@ -236,7 +260,16 @@ class TurboConfig:
             reason=reason,
             layer_number=layer_number,
             communication=self.communication,
+            attention=attention,
         )
+
+    def _check_attention(self) -> None:
+        asked = self.attention_quantized_by()
+        if asked and self.attention != "turbo":
+            raise ConfigError(
+                f"attention: {self.attention!r} contradicts {asked[0]}: only this package's attention follows it. Set "
+                "'attention: turbo', or leave attention_precision out and use the other provider's own settings."
+            )
 
     def _pinned_by(self, path: str, layer_number: int | None, num_layers: int | None) -> str | None:
         """The key that keeps this layer in BF16, if one does."""
@@ -247,10 +280,11 @@ class TurboConfig:
             raise ConfigError(
                 f"{path}: layer number {layer_number} must lie in [0, num_layers), num_layers is {num_layers}"
             )
-        if first + last >= num_layers and self.quantized_by():
+        asked = self.quantized_by() or self.attention_quantized_by()
+        if first + last >= num_layers and asked:
             raise ConfigError(
                 f"bf16_first_layers: {first} and bf16_last_layers: {last} leave none of the {num_layers} layers to "
-                f"'{self.quantized_by()[0]}'. Lower them, or set 'precision: bf16'."
+                f"'{asked[0]}'. Lower them, or set 'precision: bf16'."
             )
         if layer_number < first:
             return "bf16_first_layers"

@@ -70,6 +70,11 @@ def add_turbo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     for component in COMPONENTS:
         group.add_argument(f"--turbo-{component}", choices=PROVIDERS, help=f"who provides the {component} modules")
     group.add_argument(
+        "--turbo-attention-precision",
+        metavar="FORMAT",
+        help="core attention's numbers: bf16 (as the tensors come), fp8, or a YAML mapping: '{format: fp8, gradients: e5m2}'",
+    )
+    group.add_argument(
         "--turbo-kernels",
         metavar="ORDER",
         help="backends, first choice first: 'triton,reference', or a YAML mapping by op",
@@ -112,7 +117,7 @@ def _flag_value(key: str, value: Any) -> Any:
     """A flag's text as YAML would have held it."""
     if key == "kernels" and not set("{[") & set(value):
         return [name.strip() for name in value.split(",")]
-    if key in ("kernels", "precision", "communication"):
+    if key in ("kernels", "precision", "communication", "attention_precision"):
         return parse_yaml(value, flag_of(key))
     return value
 
@@ -216,9 +221,10 @@ def _idle_settings(config: TurboConfig) -> list[str]:
     """Settings that change nothing, given the others: seldom what a user meant, so they are said aloud."""
     recipes = [config.precision, *(item.precision for item in config.modules if item.precision)]
     linears = [recipe.linear() for recipe in recipes]
+    is_quantized = any(linear.is_quantized for linear in linears) or bool(config.attention_quantized_by())
     in_use = {
-        "bf16_first_layers": any(linear.is_quantized for linear in linears),
-        "bf16_last_layers": any(linear.is_quantized for linear in linears),
+        "bf16_first_layers": is_quantized,
+        "bf16_last_layers": is_quantized,
         "rounding_seed": any(linear.is_stochastic for linear in linears),
         "signs_seed": any(linear.has_random_signs for linear in linears),
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from primus_turbo_plugin.errors import ConfigError, ShapeError
+from primus_turbo_plugin.precision.attention import AttentionPrecision
 from primus_turbo_plugin.precision.communication import Communication
 from primus_turbo_plugin.precision.presets import GEMM_OPERANDS
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
@@ -80,6 +81,7 @@ class ModulePlan:
     Attributes:
         path: Full path in the model, `decoder.layers.7.mlp.linear_fc1`; layers count globally from 0.
         precision: Operand representations, for linears.
+        attention: In which numbers core attention multiplies, for core attention.
         kernels: Backends by op.
         tuning_file: Tuned configurations of those kernels, in front of the shipped ones.
         recipe: The recipe's name, for messages and the start-up report.
@@ -96,6 +98,7 @@ class ModulePlan:
     reason: str = "default"
     layer_number: int | None = None
     communication: Communication = field(default_factory=Communication)
+    attention: AttentionPrecision = field(default_factory=AttentionPrecision)
 
     @classmethod
     def default(cls) -> ModulePlan:

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from primus_turbo_plugin.errors import ConfigError
-from primus_turbo_plugin.modules import TurboLinear
+from primus_turbo_plugin.modules import TurboDotProductAttention, TurboLinear
 from primus_turbo_plugin.precision.config import TurboConfig
 from primus_turbo_plugin.precision.module_plan import ModulePlan
 from primus_turbo_plugin.specs.provider import LINEAR_CLASSES, TURBO_CLASSES
@@ -87,7 +87,7 @@ def modules_of(spec: Any, path: str) -> dict[str, type]:
 
 
 def require_matches(turbo: TurboConfig, modules: Mapping[str, type]) -> None:
-    """Checks that every pattern names a module, and one that sets a precision names a linear.
+    """Checks that every pattern names a module, one that sets a precision a linear, one that sets attention's a core attention.
 
     Args:
         turbo: The configuration.
@@ -99,13 +99,15 @@ def require_matches(turbo: TurboConfig, modules: Mapping[str, type]) -> None:
     linears = [path for path, kind in modules.items() if kind in LINEAR_CLASSES]
     for item in turbo.modules:
         sets_precision = item.precision is not None or item.padding is not None
-        candidates = linears if sets_precision else list(modules)
+        candidates, what = (linears, "linear") if sets_precision else (list(modules), "module")
+        if item.attention_precision is not None and not sets_precision:
+            candidates = [path for path, kind in modules.items() if kind is TurboDotProductAttention]
+            what = "core attention"
         if not any(item.matches(path) for path in candidates):
-            what = "linear" if sets_precision else "module"
             examples = ", ".join(candidates[:4]) or "none, since every component is another provider's"
             raise ConfigError(
                 f"modules: {item.pattern!r} matches no {what} of this model. "
-                f"Correct or remove the pattern; its {what}s are named {examples}."
+                f"Correct or remove the pattern; those are named {examples}."
             )
 
 

@@ -51,7 +51,23 @@ def print_report(config: Any, turbo: TurboConfig, plans: Iterable[ModulePlan], r
     settings = honoured_settings(config, turbo)
     plans = list(plans)
     memory = memory_rows(config, plans)
-    print_once(startup_report(plans, resolved=resolved, settings=settings, components=components, memory=memory))
+    attention = attention_rows(config, turbo)
+    print_once(
+        startup_report(
+            plans, resolved=resolved, settings=settings, components=components, memory=memory, attention=attention
+        )
+    )
+
+
+def attention_rows(config: Any, turbo: TurboConfig) -> list[tuple[str, str]]:
+    """(layers, numbers) of core attention, where any layer's is quantised."""
+    if turbo.attention != "turbo" or not turbo.attention_quantized_by():
+        return []
+    layers: dict[str, list[int]] = {}
+    for layer in range(config.num_layers):
+        path = f"decoder.layers.{layer}.self_attention.core_attention"
+        layers.setdefault(turbo.plan(path, layer, config.num_layers).attention.name, []).append(layer)
+    return [(f"layers {ranges(numbers)}", name) for name, numbers in layers.items()]
 
 
 def _overlap_notes(ranks: int, resolved: ResolvedConfig) -> Iterator[str]:
@@ -76,6 +92,13 @@ def honoured_settings(config: Any, turbo: TurboConfig) -> Iterator[MegatronSetti
     if config.first_last_layers_bf16 and turbo.linear == "turbo":
         note = f"bf16_first_layers: {turbo.bf16_first_layers}, bf16_last_layers: {turbo.bf16_last_layers}"
         yield MegatronSetting(name="first_last_layers_bf16", value="True", outcome="honoured", note=note)
+    if config.fp8_dot_product_attention and turbo.attention == "turbo":
+        yield MegatronSetting(
+            name="fp8_dot_product_attention",
+            value="True",
+            outcome="honoured",
+            note=f"attention_precision: {turbo.attention_precision.name}",
+        )
     if config.context_parallel_size > 1 and turbo.attention == "turbo":
         yield from _context_parallel(config)
     if config.tp_comm_overlap and turbo.linear == "turbo":
@@ -84,6 +107,7 @@ def honoured_settings(config: Any, turbo: TurboConfig) -> Iterator[MegatronSetti
     for field, note in (
         ("gradient_accumulation_fusion", "wgrad accumulates into main_grad"),
         ("delay_wgrad_compute", "backward_dw"),
+        ("moe_grouped_gemm", "TurboGroupedMLP"),
     ):
         without_experts = field == "moe_grouped_gemm" and config.num_moe_experts is None
         if getattr(config, field) and turbo.linear == "turbo" and not without_experts:
@@ -104,4 +128,3 @@ def _context_parallel(config: Any) -> Iterator[MegatronSetting]:
         yield MegatronSetting(
             name="cp_comm_type", value=value, outcome="honoured", note=f"{DESCRIPTIONS[algorithm]}; {sizes}"
         )
-        ("moe_grouped_gemm", "TurboGroupedMLP"),

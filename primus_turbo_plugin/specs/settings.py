@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
+from primus_turbo_plugin.precision.attention import AttentionPrecision
 from primus_turbo_plugin.precision.config import ModuleOverride, TurboConfig
 from primus_turbo_plugin.precision.recipe import Recipe
 from primus_turbo_plugin.specs import compat
@@ -71,6 +72,7 @@ def resolve(config: Any, turbo: TurboConfig | None = None) -> TurboConfig:
         raise UnsupportedError(f"Megatron settings that this package cannot honour: {', '.join(reasons)}.", reasons)
     _warn_of_unknown(config)
     merged = _with_overlap(config, _with_bf16_layers(config, _with_precision(config, turbo)))
+    merged = _with_attention_precision(config, merged)
     graphs = _graphs_over_quantized(config, merged)
     if graphs:
         raise UnsupportedError(f"Megatron settings that this package cannot honour: {', '.join(graphs)}.", graphs)
@@ -136,6 +138,8 @@ def _refused_by_circumstance(config: Any, turbo: TurboConfig) -> Iterator[Reason
             yield "multi_latent_attention", remedy
         if config.context_parallel_size > 1:
             yield "context_parallel_size", remedy
+        if config.fp8_dot_product_attention:
+            yield "fp8_dot_product_attention", remedy
     if config.multi_latent_attention and _mla_believes_in_transformer_engine():
         yield (
             "multi_latent_attention",
@@ -253,6 +257,13 @@ def _with_overlap(config: Any, turbo: TurboConfig) -> TurboConfig:
     return dataclasses.replace(turbo, communication=communication)
 
 
+def _with_attention_precision(config: Any, turbo: TurboConfig) -> TurboConfig:
+    """Megatron's request for FP8 attention, where nothing more precise is written here."""
+    if not config.fp8_dot_product_attention or turbo.attention != "turbo" or turbo.attention_precision.is_quantized:
+        return turbo
+    return dataclasses.replace(turbo, attention_precision=AttentionPrecision(format="fp8"))
+
+
 def _refused_overlap(config: Any, turbo: TurboConfig) -> Iterator[Reason]:
     """Overlap that has nothing to overlap is a mistake worth an error: without sequence parallelism no rows are gathered."""
     asked = "tp_comm_overlap" if config.tp_comm_overlap else "communication.tp_overlap"
@@ -269,6 +280,7 @@ def _refused_overlap(config: Any, turbo: TurboConfig) -> Iterator[Reason]:
     elif (
         any(getattr(config, name, none) != none for name, none in _GRAPHS.items())
         and config.tensor_model_parallel_size > 1
+        and turbo.communication.transport != "sdma"
     ):
         yield (
             asked,

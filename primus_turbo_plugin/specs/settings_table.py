@@ -77,8 +77,10 @@ REFUSED: Mapping[str, Refusal] = {
     "use_kitchen_attention": Refusal(
         why="Kitchen replaces the same attention", remedy="set 'attention: megatron' or turbo"
     ),
-    "fp8_dot_product_attention": _attention("core attention computes in the tensors' own dtype", "leave it out"),
-    "fp8_multi_head_attention": _attention("core attention computes in the tensors' own dtype", "leave it out"),
+    "fp8_multi_head_attention": _attention(
+        "the linears around attention hand it tensors, not FP8 codes",
+        "set fp8_dot_product_attention, or attention_precision: fp8 in PRIMUS_TURBO_CONFIG, which quantise inside",
+    ),
     # Kernels of Transformer Engine that Megatron reaches through its own spec
     "use_te_activation_func": _linear(
         "the activation module is Transformer Engine's", "leave --use-te-activation-func out"
@@ -178,6 +180,7 @@ CONDITIONAL: Mapping[str, str] = {
     "fp4": "`fp4_recipe='mxfp4'` -> mxfp4 (MTP layers stay in BF16, as in Megatron); nvfp4 and custom refused",
     "fp4_recipe": "see `fp4`",
     "fp4_quantizer_factory": "refused with `fp4_recipe='custom'`",
+    "fp8_dot_product_attention": "-> attention_precision: fp8; refused with 'attention: megatron'",
     "first_last_layers_bf16": "-> bf16_first_layers, bf16_last_layers",
     "num_layers_at_start_in_bf16": "-> bf16_first_layers, where `first_last_layers_bf16` is set",
     "num_layers_at_end_in_bf16": "-> bf16_last_layers, where `first_last_layers_bf16` is set",

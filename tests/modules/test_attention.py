@@ -388,7 +388,7 @@ def _backward(module: Any, qkv: list[Tensor]) -> list[Tensor]:
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "qk clip": ({"qk_clip": True}, {}, "qk_clip=True can't be honoured"),
     "max logit": ({"log_max_attention_logit": True}, {}, "log_max_attention_logit=True"),
-    "fp8": ({"fp8_dot_product_attention": True}, {}, "fp8_dot_product_attention=True"),
+    "fp8": ({"fp8_multi_head_attention": True}, {}, "fp8_multi_head_attention=True.*fp8_dot_product_attention"),
     "kitchen": ({"use_kitchen_attention": True}, {}, "use_kitchen_attention=True"),
     "batch invariance": ({"batch_invariant_mode": True}, {}, "batch_invariant_mode=True"),
     "another backend": ({"attention_backend": "flash"}, {}, "attention_backend=flash can't be honoured.*auto"),

@@ -7,12 +7,14 @@ backward    keys and values travel again in the same order; each step's dk and d
 Messages    only the tokens that the receiver sees (schedule.py): size - 1 messages a rank, three quarters of a plain ring's
             bytes under a causal mask, a window's reach under a window. Two receive buffers are alive at a time
 Saved       q, k, v, out, lse
+FP8         q, k, v and dout are quantised and decoded here, in the blocks of this rank's chunks: cut as the steps need it they
+            quantise to themselves, and where chunks divide into blocks these are one rank's
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from primus_turbo_plugin.functional.context_parallel.messages import add_to, emp
 from primus_turbo_plugin.functional.context_parallel.schedule import Step, ring_schedule, rows_of
 from primus_turbo_plugin.functional.context_parallel.sequences import sequences_of
 from primus_turbo_plugin.functional.context_parallel.sums import Summed
-from primus_turbo_plugin.kernels.attention import AttentionOptions
+from primus_turbo_plugin.kernels.attention import AttentionOptions, ZigZag
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Ring:
         sinks: Tensor | None,
         out: Tensor,
     ) -> Saved:
+        q, k, v = (self._decoded(x, options, "e4m3") for x in (q, k, v))
         merged = Merged(out, inner_dtype(q))
         calls = self._calls(q, k, options)
         for step, keys, values in self.visits(k, v, options):
@@ -68,6 +71,7 @@ class Ring:
         assert out is not None
         assert lse is not None
         inner = inner_dtype(q)
+        dout = self._decoded(dout, options, options.precision.gradients)
         delta = row_deltas(dout, out, inner)
         dq = Summed(q, inner)
         dbias = None if bias is None else torch.zeros_like(bias, dtype=inner)
@@ -100,6 +104,16 @@ class Ring:
         self._collect(own, homecoming)
         dsinks = None if sinks is None else sink_gradients(sinks, lse, delta)
         return Gradients(dq.finish(), *own, dbias, dsinks)
+
+    def _decoded(self, x: Tensor, options: AttentionOptions, element: str) -> Tensor:
+        """x as FP8 attention multiplies it; x itself where nothing is quantised."""
+        if not options.precision.is_quantized or element == "bf16":
+            return x
+        place = ZigZag(rank=self.group.rank(), size=self.group.size())
+        decoded: Tensor = self.kernels.attention_decoded(
+            x, replace(options, mask=replace(options.mask, zigzag=place)), element
+        )
+        return decoded
 
     def visits(self, k: Tensor, v: Tensor, options: AttentionOptions) -> Iterator[tuple[Step, Tensor, Tensor]]:
         """The steps with the keys and values that they use; while one is worked on, the next one's are under way."""

@@ -12,7 +12,7 @@ Cost      4 * B * H * pairs * D FLOPs forward, 10 backward, pairs = (query, key)
           keys, not with pairs
 Numerics  everything inside in fp32 (fp64 for fp64 inputs), one rounding at the end; a row sees all its keys at once, so
           that softmax needs no rescaling and delta no rounded output. A row that sees nothing: out = 0, lse = -inf,
-          gradients 0
+          gradients 0. FP8 (`options.precision`): the same on the numbers of attention_fp8.py
 """
 
 from __future__ import annotations
@@ -27,8 +27,17 @@ from torch import Tensor
 from primus_turbo_plugin.kernels.attention import AttentionMask, AttentionOptions, AttentionRequest, Dropout
 from primus_turbo_plugin.kernels.attention_dropout import keep_mask
 from primus_turbo_plugin.kernels.attention_spans import spans
+from primus_turbo_plugin.kernels.reference.attention_fp8 import (
+    decoded,
+    decoded_gradient,
+    decoded_inputs,
+    rounded_probabilities,
+    runs_of,
+)
 from primus_turbo_plugin.kernels.registry import Backend
+from primus_turbo_plugin.precision.formats import ELEMENT_TYPES
 
+_LOG2E = 1.4426950408889634
 _BLOCK_SCORES = 1 << 18  # of a block, 1 MiB in fp32: stays in cache. On 2 CPU cores up to twice as fast as 2^22 (s 512)
 _GPU_BLOCKS = 256  # a GPU's blocks are so much larger: there the launches cost
 _MIN_ROWS = 16  # of a block, however many keys they see: smaller products are all overhead
@@ -61,9 +70,11 @@ def attention_fwd(
         out, and lse [batch, heads, queries] in the inner precision.
     """
     inner = _inner_dtype(q)
+    is_fp8 = options.precision.is_quantized
     if out is None:
         out = q.new_empty(*q.shape[:3], v.shape[3])
     out.zero_()
+    q, k, v = decoded_inputs(q, k, v, options)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=inner, device=q.device)
     keys, values = _grouped(k, inner), _grouped(v, inner)
     sink = None if sinks is None else sinks.to(inner).view(1, -1, 1)
@@ -76,11 +87,15 @@ def attention_fwd(
         peak = scores.amax(-1)
         if sink is not None:
             peak = torch.maximum(peak, sink)
+        if is_fp8:
+            peak = torch.ceil(peak * _LOG2E) / _LOG2E
         shift = torch.where(peak == -torch.inf, 0.0, peak)
         probabilities = torch.exp(scores - shift.unsqueeze(-1))
         total = probabilities.sum(-1)
         if sink is not None:
             total = total + torch.exp(sink - shift)
+        if is_fp8:
+            probabilities = rounded_probabilities(probabilities)
         probabilities /= torch.where(total == 0, 1.0, total).unsqueeze(-1)
         if options.dropout is not None:
             probabilities = _dropped(probabilities, options.dropout, block)
@@ -112,7 +127,7 @@ def attention_bwd(
         q: As in the forward.
         k: As in the forward.
         v: As in the forward.
-        out: The forward's result; not read here, since a row has all its probabilities at hand to compute delta from.
+        out: The forward's result; read under FP8 only, elsewhere a row has all its probabilities at hand to compute delta from.
         lse: The forward's second result.
         options: As in the forward, with the same dropout.
         bias: As in the forward.
@@ -127,6 +142,12 @@ def attention_bwd(
     """
     inner = lse.dtype
     dq = torch.zeros_like(q, dtype=q_grad_dtype)
+    kv_dtype = kv_grad_dtype or k.dtype
+    if options.precision.is_quantized:
+        q, k, v = decoded_inputs(q, k, v, options)
+        dout = decoded_gradient(dout, options, k.shape[1])
+        if delta is None:
+            delta = (out.to(inner) * dout.to(inner)).sum(-1).transpose(1, 2)
     keys, values = _grouped(k, inner), _grouped(v, inner)
     dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
     dbias = None if bias is None else torch.zeros_like(bias, dtype=inner)
@@ -158,8 +179,24 @@ def attention_bwd(
         dq_block = (dscores @ keys[:, :, block.keys]).view(*scores.shape[:3], q.shape[3])
         dq[:, block.rows] = dq_block.transpose(1, 2).to(dq.dtype)
         dkeys[:, :, block.keys] += dscores.transpose(-1, -2) @ _by_group(_heads_first(q, block.rows, inner), groups)
-    kv_dtype = kv_grad_dtype or k.dtype
     return dq, dkeys.transpose(1, 2).to(kv_dtype), dvalues.transpose(1, 2).to(kv_dtype), dbias, dsinks
+
+
+def attention_decoded(x: Tensor, options: AttentionOptions, element: str) -> Tensor:
+    """What FP8 attention makes of x [batch, queries, heads, dim], a tensor of this rank's tokens: quantised and decoded.
+
+    Args:
+        x: Queries, or keys, values or gradients that lie as queries do.
+        options: With the mask, zig-zag order included, that says where sequences and chunks lie.
+        element: `e4m3` or `e5m2`.
+
+    Returns:
+        As x; fp16 comes back as bf16, which holds every decoded number.
+    """
+    size = 1 if options.mask.zigzag is None else options.mask.zigzag.size
+    queries, _ = runs_of(options.mask, x.shape[1], x.shape[1] * size)
+    found = decoded(x, queries, ELEMENT_TYPES[element])
+    return found.to(torch.bfloat16 if x.dtype == torch.float16 else x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Flash attention, forward and backward (Triton backend).
 
 The operators are in attention_ops.py, launches in attention_launch.py, portable kernels in attention_fwd.py,
-attention_dkdv.py and attention_dq.py, Hopper's in attention_hopper*.py. What a call does not need costs nothing: windows, sinks,
-softcap, dropout, packing and zig-zag order are compiled in where asked for.
+attention_dkdv.py and attention_dq.py, Hopper's in attention_hopper*.py, FP8's in attention_fp8_*.py. What a call does not need
+costs nothing: windows, sinks, softcap, dropout, packing and zig-zag order are compiled in where asked for.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from primus_turbo_plugin.devices import CAPABILITIES
 from primus_turbo_plugin.kernels.attention import AttentionOptions, AttentionRequest
 from primus_turbo_plugin.kernels.registry import Backend
-from primus_turbo_plugin.kernels.triton import attention_ops
+from primus_turbo_plugin.kernels.triton import attention_fp8_ops, attention_ops
 from primus_turbo_plugin.kernels.triton.targets import refusal
 
 _MAX_DIM = 256
@@ -40,7 +41,8 @@ def attention_fwd(
     assert bias is None, "supports() refuses a bias"
     if out is None:
         out = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = attention_ops.attention_fwd(q, k, v, out, *_fields(options, sinks))
+    forward = attention_fp8_ops.attention_fp8_fwd if options.precision.is_quantized else attention_ops.attention_fwd
+    lse = forward(q, k, v, out, *_fields(options, sinks))
     return out, lse
 
 
@@ -66,6 +68,9 @@ def attention_bwd(
         dq, dk, dv, None (for a bias) and dsinks, fp32 [heads] or None.
     """
     assert bias is None, "supports() refuses a bias"
+    if options.precision.is_quantized:
+        q_grad_dtype, kv_grad_dtype = q_grad_dtype or q.dtype, kv_grad_dtype or k.dtype
+        dout, q, k, v = attention_fp8_ops.decoded_for_gradients(dout, q, k, v, options)
     dq, dk, dv, row_delta = attention_ops.attention_bwd(
         dout, q, k, v, out, lse, delta, q_grad_dtype, kv_grad_dtype, *_fields(options, sinks)
     )
@@ -75,6 +80,12 @@ def attention_bwd(
         share = torch.exp(sinks.float().view(1, -1, 1) - torch.where(lse == -torch.inf, torch.inf, lse))
         dsinks = -(share * row_delta).sum((0, 2))
     return dq, dk, dv, None, dsinks
+
+
+@torch.no_grad()
+def attention_decoded(x: Tensor, options: AttentionOptions, element: str) -> Tensor:
+    """x [batch, queries, heads, dim], quantised and decoded to bf16; arguments as kernels/reference/attention.py has them."""
+    return attention_fp8_ops.decoded_queries(x, options, element)
 
 
 def supports(request: AttentionRequest) -> str | None:
@@ -107,4 +118,13 @@ def _fields(options: AttentionOptions, sinks: Tensor | None) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-BACKEND = Backend(name="triton", request=AttentionRequest, kernels=sys.modules[__name__], supports=supports)
+FP8_UNITS = {arch: ("fp8",) for arch, row in CAPABILITIES.items() if row.fp8_encoding is not None}
+"""gfx942's too: its FNUZ numbers are OCP's of half the value (attention_fp8_quantize.py)."""
+
+BACKEND = Backend(
+    name="triton",
+    request=AttentionRequest,
+    kernels=sys.modules[__name__],
+    supports=supports,
+    matrix_units=FP8_UNITS,
+)
