@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -86,6 +86,7 @@ class Call:
         multiply: The caller's GEMM.
         label: For traces and errors.
         span: Of the trace, if one is written.
+        cuts: By buffer, its planes cut into the pieces that are multiplied and added.
     """
 
     plan: Plan
@@ -94,6 +95,7 @@ class Call:
     multiply: Multiply | None
     label: str
     span: Span | None = None
+    cuts: dict[Buffer, list[tuple[Tensor, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +179,18 @@ class _Lowering:
     ) -> None:
         self.program, self.transport, self.arena, self.layout = program, transport, arena, layout
         self.forms, self.input_forms, self.slot = forms, input_forms, slot
-        self.extent = {"input": input_rows, "partial": program.partial_rows, "output": program.output_rows}
+        self.extent: dict[Buffer, int] = {
+            "input": input_rows,
+            "partial": program.partial_rows,
+            "output": program.output_rows,
+        }
         self.first_flag = layout.flag_set * MAX_FLAGS
+        self.cuts = {buffer: cut for buffer in self.extent if len(cut := self._cut(buffer)) > 1}
 
     def steps(self, ops: Iterable[Op]) -> Iterator[Step]:
         """One step an operation; forks that follow each other are one."""
+        if ops is self.program.start:
+            yield from [self._cutter(buffer, cut) for buffer, cut in list(self.cuts.items())]
         for kind, run in groupby(ops, type):
             if kind is Fork:
                 yield self.transport.fork_step(self.arena, tuple(op.lane for op in run))  # type: ignore[union-attr]
@@ -257,6 +266,30 @@ class _Lowering:
         sources, target = [self._reader(rows) for rows in op.sources], self._reader(op.target)
         return lambda call: rank_sum([source(call)[0] for source in sources], target(call)[0])
 
+    def _cut(self, buffer: Buffer) -> tuple[tuple[int, int], ...]:
+        """The pieces of a buffer that are multiplied or added, where together they are all of it: torch makes them at once."""
+        used = set()
+        for op in self.program.ops():
+            if isinstance(op, Gemm | Sum):
+                sources = (op.source, *([op.add] if op.add else ())) if isinstance(op, Gemm) else op.sources
+                used |= {(r.start, r.stop) for r in (*sources, op.target) if r.buffer == buffer and len(r)}
+        pieces = tuple(sorted(used))
+        ends = (0, *(stop for _, stop in pieces))
+        whole = all(start == end for (start, _), end in zip(pieces, ends)) and ends[-1] == self.extent[buffer]
+        return pieces if whole else ()
+
+    def _cutter(self, buffer: Buffer, cut: tuple[tuple[int, int], ...]) -> Step:
+        forms = self.input_forms if buffer == "input" else self.forms[:1]
+        sizes = [[form.rows(stop) - start // form.per_row for start, stop in cut] for form in forms]
+        if any(sum(size) != form.rows(cut[-1][1]) for size, form in zip(sizes, forms)):  # cut within a row of scales
+            del self.cuts[buffer]
+            return lambda call: None
+
+        def step(call: Call) -> None:
+            call.cuts[buffer] = [torch.split(plane, size) for plane, size in zip(call.planes[buffer], sizes)]
+
+        return step
+
     def _reader(self, rows: Rows) -> Callable[[Call], list[Tensor]]:
         """Gives the rows of each plane: views of a slot are made now, others of what a call brings."""
         buffer = rows.buffer
@@ -265,6 +298,9 @@ class _Lowering:
             return lambda call: views
         if rows.start == 0 and rows.stop == self.extent[buffer]:
             return lambda call: call.planes[buffer]
+        if (rows.start, rows.stop) in self.cuts.get(buffer, ()):
+            piece = self.cuts[buffer].index((rows.start, rows.stop))
+            return lambda call: [plane[piece] for plane in call.cuts[buffer]]
         if buffer == "input":
             forms = self.input_forms
             return lambda call: [_part(plane, rows, form) for plane, form in zip(call.planes["input"], forms)]

@@ -104,7 +104,7 @@ class _Torch:
 
 
 class _Api:
-    copy_detail = "memmove"
+    copy_detail, signal_by = "memmove", "write"
 
     def __init__(self) -> None:
         self.maps: dict[int, tuple[mmap.mmap, str]] = {}
@@ -168,6 +168,7 @@ def _transport(signal_by: Any, **how: Any) -> sdma.SdmaTransport:
     api = _Api()
     sdma.torch = peer_memory.torch = fake  # type: ignore[attr-defined]
     sdma.device_api = lambda: api  # type: ignore[assignment]
+    sdma.current_stream_handle = lambda device: _Cuda.current.cuda_stream
     peer_memory.tensor_at = _tensor_at
     return sdma.SdmaTransport(
         torch.distributed.group.WORLD,
@@ -279,7 +280,7 @@ def test_collectives_over_changing_shapes_streams_and_numbers(rank_info: RankInf
     g, size, rank = torch.Generator().manual_seed(rank_info.seed), rank_info.world_size, rank_info.rank
     for signal_by in ("copy", "write"):
         transport = _transport(signal_by)
-        assert "IPC memory; waits by stream wait-value" in transport.capabilities.detail
+        assert f"IPC memory; signals by {signal_by}, waits by stream wait-value" in transport.capabilities.detail
         overlap = Overlap(transport)
         for call in range(12):
             if call == 4:  # beyond the first part of the table of numbers

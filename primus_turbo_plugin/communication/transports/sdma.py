@@ -1,8 +1,8 @@
 """GPUs of one node: copy engines push rows straight into peers' memory, and no compute unit is taken from the GEMMs.
 
-A lane is a stream. A put is one asynchronous copy per plane; a signal is a copy of 4 bytes behind it, from a table of sequence
-numbers, so that it takes the same way; a wait is a stream operation on a word of this rank's own memory, or a kernel of one wave
-where the driver has none. Nothing here makes the host wait.
+A lane is a stream. A put is one asynchronous copy per plane; a signal is a stream's write of a word behind it, or a copy of 4
+bytes from a table of sequence numbers where such writes would be kernels; a wait is a stream operation on a word of this rank's
+own memory, or a kernel of one wave where the driver has none. Nothing here makes the host wait.
 
 Which engine moves the data is not assumed: see `engine_probe.py`. A rank that waits for another's signal for long says so: see
 `watchdog.py`.
@@ -35,7 +35,7 @@ from primus_turbo_plugin.communication.transports.base import (
     Piece,
     Transport,
 )
-from primus_turbo_plugin.communication.transports.device_api import device_api
+from primus_turbo_plugin.communication.transports.device_api import current_stream_handle, device_api
 from primus_turbo_plugin.communication.transports.engine_probe import probe_engine
 from primus_turbo_plugin.communication.transports.peer_memory import (
     PeerMemory,
@@ -80,7 +80,8 @@ class SdmaTransport(Transport):
         group: The ranks, on one node.
         device: This rank's GPU.
         memory: `symmetric`, `ipc`, or None for the first that works.
-        signal_by: `copy` (4 bytes behind the data) or `write` (a stream's write-value operation).
+        signal_by: `copy` (4 bytes behind the data) or `write` (a stream's write-value operation); None takes the driver's
+            quicker one, and `copy` where it cannot write to a peer.
         probe: Find out which engine moves the data; False says `not probed`.
         limit_s: How long to wait for another rank before the process ends; None takes the group's timeout.
         warn_s: How long before it is said.
@@ -92,7 +93,7 @@ class SdmaTransport(Transport):
         device: torch.device,
         *,
         memory: Literal["symmetric", "ipc"] | None = None,
-        signal_by: Literal["copy", "write"] = "copy",
+        signal_by: Literal["copy", "write"] | None = None,
         probe: bool = True,
         limit_s: float | None = None,
         warn_s: float = WARN_S,
@@ -100,13 +101,14 @@ class SdmaTransport(Transport):
         super().__init__(group, device)
         if (reason := self.local_refusal(device)) is not None:
             raise UnsupportedError(reason)
-        self.api, self.signal_by = device_api(), signal_by
+        self.api = device_api()
+        self.signal_by = signal_by or self.api.signal_by
         refusal = None if memory == "ipc" else symmetric_memory_refusal(group, device)
         if memory == "symmetric" and refusal is not None:
             raise UnsupportedError(f"transport sdma: torch's symmetric memory: {refusal}. Use memory 'ipc'.")
         self._symmetric = memory != "ipc" and refusal is None
         self._waits_in_stream = self.api.can_wait(device.index or 0)
-        self._compute = torch.cuda.current_stream(device)  # asked once a call: it costs as much as an operation
+        self._compute = torch.cuda.current_stream(device)
         self._lanes: list[torch.cuda.Stream] = []
         self._forks: list[torch.cuda.Event] = []
         self._joins: list[torch.cuda.Event] = []
@@ -126,7 +128,7 @@ class SdmaTransport(Transport):
             device="cuda",
             one_sided=True,
             engine=self._probe() if probe else "not probed",
-            detail=f"{self.api.copy_detail} into {where}; waits by {waits}",
+            detail=f"{self.api.copy_detail} into {where}; signals by {self.signal_by}, waits by {waits}",
         )
 
     @staticmethod
@@ -177,7 +179,19 @@ class SdmaTransport(Transport):
             one=numbers[1:2].clone(),
         )
         self._arenas[id(arena)] = arena
+        if self.signal_by == "write":
+            self._try_to_write(arena)
         return arena
+
+    def _try_to_write(self, arena: PeerArena) -> None:
+        """A word that this rank alone writes and that is 0 already."""
+        last = self._word(self.rank, FLAG_SETS * MAX_FLAGS - 1)
+        stream = self._lane(0).cuda_stream
+        try:
+            for address in arena.memory.addresses:
+                self.api.write(stream, address + last, 0)
+        except UnsupportedError:
+            self.signal_by = "copy"
 
     def release(self, arena: Arena) -> None:
         assert isinstance(arena, PeerArena)
@@ -226,8 +240,8 @@ class SdmaTransport(Transport):
 
     def _follow(self) -> None:
         """The caller may have gone to another stream; its calls stay in order all the same. A capture has none before it."""
-        now = torch.cuda.current_stream(self.device)
-        if now != self._compute:
+        if current_stream_handle(self.device) != self._compute.cuda_stream:
+            now = torch.cuda.current_stream(self.device)
             if not torch.cuda.is_current_stream_capturing():
                 now.wait_stream(self._compute)
             self._compute = now
