@@ -68,7 +68,7 @@ def test_mixture_of_experts_trains_in_mxfp4_over_tensor_and_expert_parallel_rank
         "--moe-aux-loss-coeff",
         "0.01",
     )
-    moe += ("--moe-token-dispatcher-type", "alltoall", "--expert-tensor-parallel-size", "1")
+    moe += ("--moe-token-dispatcher-type", "alltoall", "--expert-tensor-parallel-size", "1", "--moe-grouped-gemm")
     parallel = ("--expert-model-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer")
     argv = tiny_gpt(*moe, *parallel, "--turbo-precision", "mxfp4", tensor_model_parallel_size=2, train_iters=4)
     logged = _train(tmp_path, 4, argv)
