@@ -91,13 +91,16 @@ def dkdv_launch(
         constants |= {"TAIL": _tail(q, width), "DV": v_width, "P_SLOTS": 2}
         constants["SLOTS"] = 3 if width + v_width <= 320 else 2  # what fits shared memory
     slots, splits = key_slots(k, problem, keys), dk.shape[0]
+    lanes = splits * k.shape[0] * k.shape[2]
+    chunk = _chunk(q.shape[1] * (q.shape[3] + v.shape[3]) * (q.shape[2] // k.shape[2] // splits))
     args = {
         **descriptors, "v_desc": descriptor(v, keys, v_width, problem), "g_desc": descriptor(dout, block_m, v_width, problem),
         "lse_desc": _row_descriptor(lse2, block_m), "delta_desc": _row_descriptor(delta, block_m), "dk": dk, "dv": dv,
-        **_numbers(q, k, problem), "slots": slots, "splits": splits, "dim": q.shape[3], "v_dim": v.shape[3],
+        **_numbers(q, k, problem), "slots": slots, "chunk": min(chunk, lanes), "lanes": lanes, "splits": splits,
+        "dim": q.shape[3], "v_dim": v.shape[3],
         **{f"stride_{name}{axis}": x.stride(i) for name, x in (("dk", dk), ("dv", dv)) for i, axis in enumerate("pbsh")},
     }  # fmt: skip
-    return Launch(kernel, (slots * splits * k.shape[0] * k.shape[2],), args, constants, {"num_warps": 4})
+    return Launch(kernel, (slots * lanes,), args, constants, {"num_warps": 4})
 
 
 def dkdv_keys(q: Tensor, v: Tensor) -> int:
@@ -182,10 +185,15 @@ def _numbers(q: Tensor, k: Tensor, problem: Problem) -> dict[str, Any]:
 def _query_sizes(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, Any]:
     """What `attention_hopper_tile.query_tile` needs, and the rest of the numbers of a kernel that goes through queries."""
     slots, lanes = query_slots(q, problem, _ROWS), q.shape[0] * q.shape[2]
-    # Heads that take turns share what they read of keys and values: as many as the cache holds well.
-    head_bytes = 2 * k.shape[1] * (k.shape[3] + v.shape[3])
-    chunk = min(lanes, max(1, _CACHED_BYTES // head_bytes) * (q.shape[2] // k.shape[2]))
-    return _numbers(q, k, problem) | {"slots": slots, "items": slots * lanes, "chunk": chunk, "heads_batches": lanes}
+    # The heads of a group share its keys and values.
+    chunk = _chunk(k.shape[1] * (k.shape[3] + v.shape[3])) * (q.shape[2] // k.shape[2])
+    sizes = {"slots": slots, "items": slots * lanes, "chunk": min(chunk, lanes), "lanes": lanes}
+    return _numbers(q, k, problem) | sizes
+
+
+def _chunk(elements: int) -> int:
+    """How many lanes take turns, each of which goes through as many 16-bit elements: as many as the cache holds."""
+    return max(1, _CACHED_BYTES // (2 * elements))
 
 
 def _pieces(problem: Problem) -> Any:

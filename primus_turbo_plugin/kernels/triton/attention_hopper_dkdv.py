@@ -133,7 +133,7 @@ def _copy(
 @gluon.jit
 def attention_hopper_dkdv_kernel(
     q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, dk, dv, cu_q, starts_q, cu_k, starts_k,
-    slots, splits, heads, groups, q_tokens, k_tokens, sequences, cp_rank, cp_size,
+    slots, chunk, lanes, splits, heads, groups, q_tokens, k_tokens, sequences, cp_rank, cp_size,
     left, right, scale, grad_scale, dim, v_dim,
     stride_dkp, stride_dkb, stride_dks, stride_dkh, stride_dvp, stride_dvb, stride_dvs, stride_dvh,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, META: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
@@ -143,7 +143,7 @@ def attention_hopper_dkdv_kernel(
     if META.packed:
         lengths = (cu_q, starts_q, cu_k, starts_k)
     heads_each = heads // groups // splits
-    sizes = (slots, splits, groups, heads_each, q_tokens, k_tokens, sequences, cp_rank, cp_size)
+    sizes = (slots, chunk, lanes, splits, groups, q_tokens, k_tokens, sequences, cp_rank, cp_size)
     batch, group, split, sequence, first, k_start, k_len, room = key_tile(
         gl.program_id(0), lengths, sizes, META, 2 * ROWS
     )

@@ -214,7 +214,7 @@ def _copy(
 @gluon.jit
 def attention_hopper_dkdv_wide_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, g_desc, lse_desc, delta_desc, dk, dv, cu_q, starts_q, cu_k, starts_k,
-    slots, splits, heads, groups, q_tokens, k_tokens, sequences, cp_rank, cp_size,
+    slots, chunk, lanes, splits, heads, groups, q_tokens, k_tokens, sequences, cp_rank, cp_size,
     left, right, scale, grad_scale, dim, v_dim,
     stride_dkp, stride_dkb, stride_dks, stride_dkh, stride_dvp, stride_dvb, stride_dvs, stride_dvh,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, META: gl.constexpr,
@@ -225,7 +225,7 @@ def attention_hopper_dkdv_wide_kernel(
     if META.packed:
         lengths = (cu_q, starts_q, cu_k, starts_k)
     heads_each = heads // groups // splits
-    sizes = (slots, splits, groups, heads_each, q_tokens, k_tokens, sequences, cp_rank, cp_size)
+    sizes = (slots, chunk, lanes, splits, groups, q_tokens, k_tokens, sequences, cp_rank, cp_size)
     batch, group, split, sequence, first, k_start, k_len, room = key_tile(gl.program_id(0), lengths, sizes, META, ROWS)
     if first >= room:
         return

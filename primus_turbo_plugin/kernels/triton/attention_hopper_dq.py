@@ -178,7 +178,7 @@ def _copy(
 @gluon.jit
 def attention_hopper_dq_kernel(
     q_desc, q_tail_desc, g_desc, k_desc, k_tail_desc, v_desc, dq, lse2, delta, cu_q, starts_q, cu_k, starts_k,
-    items, slots, chunk, heads, groups, heads_batches, q_tokens, k_tokens, sequences, cp_rank, cp_size,
+    items, slots, chunk, heads, groups, lanes, q_tokens, k_tokens, sequences, cp_rank, cp_size,
     left, right, scale, grad_scale, dim, stride_dqb, stride_dqs, stride_dqh,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, META: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
@@ -187,7 +187,7 @@ def attention_hopper_dq_kernel(
     lengths = (lse2, lse2, lse2, lse2)  # anything: a tuple of arguments takes no None
     if META.packed:
         lengths = (cu_q, starts_q, cu_k, starts_k)
-    sizes = (slots, chunk, heads, heads_batches, q_tokens, k_tokens, sequences, cp_rank, cp_size)
+    sizes = (slots, chunk, heads, lanes, q_tokens, k_tokens, sequences, cp_rank, cp_size)
     strides = (stride_dqb, stride_dqs, stride_dqh)
     q_tiles = ring(q_desc, 2)
     g_tiles = ring(g_desc, 2)

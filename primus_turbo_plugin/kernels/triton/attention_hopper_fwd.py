@@ -238,7 +238,7 @@ def _copy(
 @gluon.jit
 def attention_hopper_fwd_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, out, lse, sinks, cu_q, starts_q, cu_k, starts_k,
-    items, slots, chunk, heads, groups, heads_batches, q_tokens, k_tokens, sequences, cp_rank, cp_size,
+    items, slots, chunk, heads, groups, lanes, q_tokens, k_tokens, sequences, cp_rank, cp_size,
     left, right, scale, v_dim, stride_ob, stride_os, stride_oh,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr, META: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, SLOTS: gl.constexpr,
@@ -247,7 +247,7 @@ def attention_hopper_fwd_kernel(
     lengths = (lse, lse, lse, lse)  # anything: a tuple of arguments takes no None
     if META.packed:
         lengths = (cu_q, starts_q, cu_k, starts_k)
-    sizes = (slots, chunk, heads, heads_batches, q_tokens, k_tokens, sequences, cp_rank, cp_size)
+    sizes = (slots, chunk, heads, lanes, q_tokens, k_tokens, sequences, cp_rank, cp_size)
     strides = (stride_ob, stride_os, stride_oh)
     if not SINKS:
         sinks = lse

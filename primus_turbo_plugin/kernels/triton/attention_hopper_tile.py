@@ -99,20 +99,25 @@ def find_sequence(slot, starts, sequences, cp_size, HALVES: gl.constexpr, BLOCK:
 
 
 @gluon.jit
+def turn(item, slots, chunk, lanes):
+    """(lane, index) of an item: of every `chunk` lanes (heads, or groups of them) in turn the first slot, then the second, ..."""
+    first = item // (slots * chunk) * chunk
+    rest = item % (slots * chunk)
+    width = gl.minimum(chunk, lanes - first)
+    return first + rest % width, rest // width
+
+
+@gluon.jit
 def query_tile(item, lengths, sizes, META: gl.constexpr, BLOCK: gl.constexpr):
     """(batch, head, first, q_start, q_len, room, k_start, k_len, position): a program's tile of `BLOCK` queries, number `item`.
 
-    There is no such tile if first >= room. The last tiles come first, which under causality take longest; `chunk` heads take
-    turns.
+    There is no such tile if first >= room. The last tiles come first, which under causality take longest.
     """
     cu_q, starts_q, cu_k, starts_k = lengths
-    slots, chunk, heads, heads_batches, q_tokens, k_tokens, sequences, cp_rank, cp_size = sizes
+    slots, chunk, heads, lanes, q_tokens, k_tokens, sequences, cp_rank, cp_size = sizes
     HALVES: gl.constexpr = 2 if META.zigzag else 1
-    lane = item // (slots * chunk) * chunk
-    rest = item % (slots * chunk)
-    width = gl.minimum(chunk, heads_batches - lane)
-    slot = slots - 1 - rest // width
-    lane += rest % width
+    lane, index = turn(item, slots, chunk, lanes)
+    slot = slots - 1 - index
     if META.packed:
         piece = find_sequence(slot, starts_q, sequences, cp_size, HALVES, BLOCK)
     else:
@@ -134,9 +139,8 @@ def key_tile(program, lengths, sizes, META: gl.constexpr, BLOCK: gl.constexpr):
     There is no such tile if first >= room. The first tiles come first, which under causality take longest.
     """
     _cu_q, _starts_q, cu_k, starts_k = lengths
-    slots, splits, groups, _heads_each, _q_tokens, k_tokens, sequences, _cp_rank, _cp_size = sizes
-    slot = program % slots
-    lane = program // slots
+    slots, chunk, lanes, splits, groups, _q_tokens, k_tokens, sequences, _cp_rank, _cp_size = sizes
+    lane, slot = turn(program, slots, chunk, lanes)
     sequence = 0
     k_start = 0
     k_len = k_tokens
@@ -182,7 +186,7 @@ def query_run(
     """(q_start, q_len, low, full_low, full_high, number, near, far): a sequence's blocks of queries that see a tile of keys,
     `number` from `low` on; under zig-zag order those of one `half`. `near` and `far` count from a query's own number."""
     cu_q, starts_q, cu_k, starts_k = lengths
-    _slots, _splits, _groups, _heads_each, q_tokens, k_tokens, sequences, cp_rank, cp_size = sizes
+    _slots, _chunk, _lanes, _splits, _groups, q_tokens, k_tokens, sequences, cp_rank, cp_size = sizes
     HALVES: gl.constexpr = 2 if META.zigzag else 1
     q_start, q_len, _room, _natural, _k_start, _k_len, position = query_piece(
         sequence * HALVES + half, cu_q, starts_q, cu_k, starts_k, q_tokens, k_tokens, sequences, cp_rank, cp_size, META

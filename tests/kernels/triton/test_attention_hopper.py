@@ -129,7 +129,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 
     monkeypatch.setattr(attention_hopper_tile, "gl", _HostLanguage)
     monkeypatch.setattr(attention_tile, "tl", _HostLanguage)
-    for name in ("query_piece", "find_sequence", "query_blocks", "query_run"):
+    for name in ("query_piece", "find_sequence", "query_blocks", "query_run", "turn"):
         monkeypatch.setattr(attention_hopper_tile, name, getattr(attention_hopper_tile, name).fn)
     return lambda name: getattr(getattr(attention_hopper_tile, name), "fn", getattr(attention_hopper_tile, name))
 
@@ -251,7 +251,7 @@ def test_tiles_of_pieces_cover_every_token_and_visible_pair(
         assert (covered == 1).all()
 
         slots = key_slots(torch.empty(1, k_tokens, 1, 1), problem, block)
-        sizes = (slots, 1, lanes, 2, q_tokens, k_tokens, sequences, rank, size)
+        sizes = (slots, draw(1, lanes + 1), lanes, 1, lanes, q_tokens, k_tokens, sequences, rank, size)
         stored, visited = torch.zeros(lanes, k_tokens, dtype=torch.int64), torch.zeros_like(seen)
         for program in range(slots * lanes):
             _, group, _, sequence, first, k_start, k_len, room = key_tile(program, arguments, sizes, meta, block)
