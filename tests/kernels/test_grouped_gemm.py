@@ -117,6 +117,26 @@ def test_layouts_of_dgrad_and_of_strided_views(backend, rng) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("load", LOADS)
+def test_bf16_results_are_rounded_once_and_empty_experts_get_zero(backend, load, rng) -> None:
+    """Sizes of whole 16 bytes, which `torch._grouped_mm` wants as well."""
+    counts, n, k = LOADS[load], 72, 136
+    x, dy = tokens(rng, counts, k), tokens(rng, counts, n)
+    weight = torch.randn(len(counts), n, k, generator=rng).bfloat16()
+    a, b, groups = rows_operands(x, weight, counts, (None, None), DEVICE)
+    y = _kernels(backend, "rows", a, b, torch.bfloat16).grouped_gemm_nt(a, b, groups, out_dtype=torch.bfloat16)
+    found = products(experts(x, counts, None, columnwise=False), weights(weight, None))
+    for got, (want, bound) in zip(y.split(list(counts)), found):
+        _check(got, want, bound + 2.0**-8 * want.abs(), "bf16")
+    a, b, groups = depth_operands(dy, x, counts, (None, None), DEVICE)
+    out = torch.full((len(counts), n, k), math.nan, device=DEVICE, dtype=torch.bfloat16)
+    _kernels(backend, "depth", a, b, torch.bfloat16).grouped_gemm_depth(a, b, groups, out, accumulate=False)
+    found = products(*(experts(t, counts, None, columnwise=True) for t in (dy, x)))
+    for got, (want, bound) in zip(out, found):
+        _check(got, want, bound + 2.0**-8 * want.abs(), "bf16")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["rows", "depth"])
 def test_a_nan_stays_with_its_expert(backend, kind, rng) -> None:
     """Tiles reach past an expert's rows; what they find there must not come back."""

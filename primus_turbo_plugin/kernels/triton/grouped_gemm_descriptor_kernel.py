@@ -1,8 +1,8 @@
 """Grouped GEMMs of experts, tiles copied by Hopper's tensor copy engine (Triton kernel).
 
 Layout    as grouped_gemm_kernel.py. All experts' weights are one matrix to the copy engine; a tile may reach into the next
-          expert's rows, whose products are not stored. Along the contraction nothing may reach over: offsets into it that are no multiples
-          of BLOCK_K are served by a last step through pointers
+          expert's rows, whose products are not stored. Along the contraction nothing may reach over: stretches of it that are no
+          multiples of BLOCK_K end in a step through pointers
 Cost      2*T*N*K FLOPs on the bf16 or FP8 units
 Numerics  as gemm_descriptor_kernel.py's
 Limits    operands contiguous along one axis, at multiples of 16 bytes along the other. Oracle: kernels/reference/grouped_gemm.py
