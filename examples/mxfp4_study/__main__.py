@@ -28,7 +28,7 @@ from primus_turbo_plugin.errors import ConfigError, TurboError
 
 _SIZES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 2, "hidden": 64, "ffn": 160, "heads": 2, "kv_heads": 1, "vocab": 512, "seq": 64},
-    "60m": {"layers": 9, "hidden": 768, "ffn": 2048, "heads": 12, "kv_heads": 4, "vocab": 8192, "seq": 2048},
+    "60m": {"layers": 9, "hidden": 768, "ffn": 2048, "heads": 6, "kv_heads": 2, "vocab": 8192, "seq": 2048},
     "160m": {"layers": 14, "hidden": 896, "ffn": 2432, "heads": 14, "kv_heads": 7, "vocab": 16384, "seq": 2048},
     "350m": {"layers": 24, "hidden": 1024, "ffn": 2816, "heads": 16, "kv_heads": 8, "vocab": 16384, "seq": 2048},
 }
@@ -39,7 +39,7 @@ _RUNS: dict[str, dict[str, Any]] = {
     "160m": {"steps": 1500, "batch": 32, "micro_batch": 16, "lr": 1.5e-3, **_LONG},
     "350m": {"steps": 2000, "batch": 64, "micro_batch": 8, "lr": 1e-3, **_LONG},
 }
-_CHARACTERS = {"tiny": 300_000, "60m": 100_000_000}
+_CHARACTERS = {"tiny": 300_000, "60m": 70_000_000}
 """Of text; elsewhere all there is."""
 
 

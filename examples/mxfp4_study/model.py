@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from examples.mxfp4_study.fused import add_norm, cross_entropy, split_heads, swiglu
 from primus_turbo_plugin.functional.linear import linear
 from primus_turbo_plugin.functional.linear_call import LinearCall, Rounding
 from primus_turbo_plugin.functional.linear_kernels import LinearKernels
@@ -100,25 +101,17 @@ class _Layer(nn.Module):
         self.linear_fc1 = make("mlp.linear_fc1", size.hidden, 2 * size.ffn, std)
         self.linear_fc2 = make("mlp.linear_fc2", size.ffn, size.hidden, residual_std)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.linear_proj(self._attend(self.linear_qkv(self.norm1(x)), rotary))
-        gate, up = self.linear_fc1(self.norm2(x)).chunk(2, -1)
-        return x + self.linear_fc2(F.silu(gate) * up)
+    def forward(self, x: Tensor, delta: Tensor | None, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The residual stream x and what is to be added to it; returns the same."""
+        x, h = add_norm(x, delta, self.norm1.weight)
+        x, h = add_norm(x, self.linear_proj(self._attend(self.linear_qkv(h), rotary)), self.norm2.weight)
+        return x, self.linear_fc2(swiglu(self.linear_fc1(h)))
 
     def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         size = self.size
-        heads = qkv.unflatten(-1, (-1, size.head_dim)).transpose(1, 2)  # [batch, heads, seq, dim]
-        rotated, v = heads.split([size.heads + size.kv_heads, size.kv_heads], 1)
-        q, k = _rotate(rotated, rotary).split([size.heads, size.kv_heads], 1)
+        q, k, v = split_heads(qkv, rotary, size.heads, size.kv_heads)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=size.heads != size.kv_heads)
         return y.transpose(1, 2).flatten(2)
-
-
-def _rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of x [batch, heads, seq, dim], halves against halves, in x's dtype."""
-    cos, sin = (table.to(x.dtype) for table in rotary)  # [seq, dim]
-    first, second = x.chunk(2, -1)
-    return torch.addcmul(x * cos, torch.cat([-second, first], -1), sin)
 
 
 class StudyModel(nn.Module):
@@ -131,7 +124,7 @@ class StudyModel(nn.Module):
         self.layers = nn.ModuleList(_Layer(size, number, config) for number in range(size.layers))
         self.norm = nn.RMSNorm(size.hidden, eps=1e-5)
         angle = 10000.0 ** (-torch.arange(0, size.head_dim, 2) / size.head_dim)
-        angle = torch.outer(torch.arange(size.seq), angle).repeat(1, 2)
+        angle = torch.outer(torch.arange(size.seq), angle)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
@@ -139,13 +132,14 @@ class StudyModel(nn.Module):
         """Mean cross entropy, in nats a token, of tokens [batch, seq + 1]."""
         # Every weight is cast once a forward: nothing for autocast to keep, and a CUDA graph must not see what it kept.
         with torch.autocast(tokens.device.type, torch.bfloat16, cache_enabled=False):
-            x = F.embedding(tokens[:, :-1], self.embedding)
+            x, delta = F.embedding(tokens[:, :-1], self.embedding), None
             seq = x.shape[1]
             rotary = (self.cos[:seq], self.sin[:seq])
             for layer in self.layers:
-                x = layer(x, rotary)
-            logits = F.linear(self.norm(x), self.embedding)
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+                x, delta = layer(x, delta, rotary)
+            _, h = add_norm(x, delta, self.norm.weight)
+            logits = F.linear(h, self.embedding)
+        return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     @property
     def is_stochastic(self) -> bool:

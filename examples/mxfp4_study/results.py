@@ -1,7 +1,7 @@
 """From the curves of finished runs to the study's tables, with confidence intervals over seeds.
 
 gap        validation loss of the cell minus that of BF16 with the same seed, at the end: paired, as both saw the same batches
-extra      tokens the cell needs to reach the loss that BF16 has at 60 % of the run (before the rate falls), over BF16's, minus 1
+extra      tokens the cell needs to reach the loss that BF16 has at half of the run (before the rate falls), over BF16's, minus 1
 spike      a step after the warm-up whose training loss exceeds the median of the 50 before it by more than 8 of their standard
            deviations (from the median absolute deviation): the batch was hard, or the run jumped
 contrast   difference of two cells with the same seed, at the end; resolved if its interval leaves out zero
@@ -23,7 +23,7 @@ from primus_turbo_plugin.errors import ConfigError
 
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """97.5 % quantile of Student's t with 1, 2, ... degrees of freedom; 1.96 beyond."""
-_TARGET = 0.6
+_TARGET = 0.5
 _SPIKE_WINDOW, _SPIKE_DEVIATIONS = 50, 8.0
 _FULL = "fprop+dgrad+wgrad"
 CONTRASTS = (
@@ -89,7 +89,7 @@ def tokens_to(report: dict[str, Any], loss: float) -> float:
 def extra_tokens(report: dict[str, Any], baseline: dict[str, Any]) -> float:
     """Share of tokens needed beyond the baseline's; infinite if its loss was not reached, NaN if the runs are too short.
 
-    Too short: the baseline has no evaluation between its first and the one at 60 %, so there is no line to read tokens off.
+    Too short: the baseline has no evaluation between its first and the one at half, so there is no line to read tokens off.
     """
     steps = baseline["identity"]["steps"]
     curve = validation(baseline)
