@@ -109,13 +109,25 @@ class LinearKernels:
         found |= {f"quantisation of {operand}": backend.name for operand, backend in self.quantizers.items()}
         return found | {"tuned configurations": tuning_table(self.plan.tuning_file).digest}
 
-    def gemm_nt(self, gemm: str, a: Operand, b: Operand, out: Tensor | None = None) -> Tensor:
-        """a [M, K] @ b [N, K].T -> [M, N]; with `out` (fp32) added to it in place. M, N or K may be 0."""
+    def gemm_nt(
+        self, gemm: str, a: Operand, b: Operand, out: Tensor | None = None, *, into: Tensor | None = None
+    ) -> Tensor:
+        """a [M, K] @ b [N, K].T -> [M, N]. M, N or K may be 0.
+
+        Args:
+            gemm: `fprop`, `dgrad`, `wgrad`.
+            a: Left operand.
+            b: Right operand.
+            out: fp32, added to in place.
+            into: Of the result's dtype, written.
+        """
         out_dtype = self.wgrad_dtype if gemm == "wgrad" else self.dtype
         (rows, contraction), columns = a.shape, b.shape[0]
         if 0 in (rows, contraction, columns):
-            return a_like(a, rows, columns, out_dtype) if out is None else out
-        y: Tensor = self.gemms[gemm].kernels.gemm_nt(a, b, out_dtype=out_dtype, out=out)
+            nothing = a_like(a, rows, columns, out_dtype) if out is None else out
+            return nothing if into is None else into.copy_(nothing)
+        where = {"out": out} if into is None else {"into": into}
+        y: Tensor = self.gemms[gemm].kernels.gemm_nt(a, b, out_dtype=out_dtype, **where)
         return y
 
     def quantize(

@@ -230,11 +230,11 @@ def _multiply(call: LinearCall, gemm: str, like: Operand, w: Operand) -> Multipl
         def multiply_codes(planes: list[Tensor], out: Tensor, add: Tensor | None) -> None:
             data, scale = planes
             rows = QuantizedTensor(data, scale, spec, (data.shape[0], contraction), signs_seed=seed)
-            out.copy_(call.kernels.gemm_nt(gemm, rows, w))
+            _write(call, gemm, rows, w, out)
 
         return multiply_codes
     if not _writes_in_place(call, gemm, like, w):
-        return lambda planes, out, add: out.copy_(call.kernels.gemm_nt(gemm, planes[0], w)) and None
+        return lambda planes, out, add: _write(call, gemm, planes[0], w, out)
     assert isinstance(w, Tensor)
     turned = w.t()
 
@@ -247,6 +247,13 @@ def _multiply(call: LinearCall, gemm: str, like: Operand, w: Operand) -> Multipl
             torch.addmm(add, planes[0], turned, out=out)
 
     return multiply
+
+
+def _write(call: LinearCall, gemm: str, rows: Operand, w: Operand, out: Tensor) -> None:
+    if out.dtype == call.kernels.dtype:
+        call.kernels.gemm_nt(gemm, rows, w, into=out)
+    else:  # fp32 sums of a ring
+        out.copy_(call.kernels.gemm_nt(gemm, rows, w))
 
 
 def _writes_in_place(call: LinearCall, gemm: str, x: Operand, w: Operand) -> bool:

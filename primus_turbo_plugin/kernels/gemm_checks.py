@@ -15,6 +15,7 @@ def check_gemm_nt(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
+    into: torch.Tensor | None = None,
 ) -> None:
     """Shapes, dtypes and devices of `gemm_nt`.
 
@@ -39,7 +40,15 @@ def check_gemm_nt(
             raise ShapeError(
                 "gemm_nt: out and bias exclude each other, got both. A bias has no place in an accumulation."
             )
-    devices = {tensor.device for tensor in (a, b, bias, out) if tensor is not None}
+    if into is not None:
+        if tuple(into.shape) != expected or into.dtype != out_dtype:
+            raise ShapeError(
+                f"gemm_nt: into must be {out_dtype} {list(expected)}, got {into.dtype} {list(into.shape)}. Allocate it so, or "
+                "leave it out."
+            )
+        if out is not None:
+            raise ShapeError("gemm_nt: into and out exclude each other, got both: one is written, the other added to.")
+    devices = {tensor.device for tensor in (a, b, bias, out, into) if tensor is not None}
     if len(devices) != 1:
         raise ShapeError(
             f"gemm_nt: all tensors must be on one device, got {sorted(map(str, devices))}. Move them together."

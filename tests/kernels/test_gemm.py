@@ -140,6 +140,35 @@ def test_accumulating_adds_in_fp32_in_place(backend: str, rng: torch.Generator) 
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-5)
 
 
+@each_backend
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32,) * 2], ids=str
+)
+def test_a_given_result_is_written_whatever_it_holds(
+    backend: str, dtypes: tuple[torch.dtype, torch.dtype], rng: torch.Generator
+) -> None:
+    """Rows of a larger tensor, as overlapped collectives give them; the neighbours stay."""
+    dtype, out_dtype = dtypes
+    a, b = gaussian(rng, 20, 64).to(dtype), gaussian(rng, 30, 64).to(dtype)
+    whole = torch.full((60, 30), torch.nan, dtype=out_dtype)
+    into = whole[20:40]
+    assert BACKENDS[backend](a, b, out_dtype=out_dtype, into=into) is into
+    assert torch.equal(into, BACKENDS[backend](a, b, out_dtype=out_dtype))
+    assert whole[:20].isnan().all()
+    assert whole[40:].isnan().all()
+    bias = gaussian(rng, 30).to(out_dtype)
+    expected = BACKENDS[backend](a, b, out_dtype=out_dtype, bias=bias)
+    assert torch.equal(BACKENDS[backend](a, b, out_dtype=out_dtype, bias=bias, into=into), expected)
+
+
+@each_block
+def test_a_quantised_product_is_written_into_a_given_result(fmt: str, block: str, rng: torch.Generator) -> None:
+    a, b = (quantize(gaussian(rng, rows, 64), spec(fmt, block=block)) for rows in (8, 9))
+    into = torch.full((8, 9), torch.nan, dtype=torch.bfloat16)
+    assert torch.equal(gemm_nt(a, b, out_dtype=torch.bfloat16, into=into), gemm_nt(a, b, out_dtype=torch.bfloat16))
+    assert torch.equal(into, gemm_nt(a, b, out_dtype=torch.bfloat16))
+
+
 @each_block
 def test_accumulating_a_quantised_product_equals_adding_it(fmt: str, block: str, rng: torch.Generator) -> None:
     a, b = (quantize(gaussian(rng, rows, 64), spec(fmt, block=block)) for rows in (8, 9))
@@ -257,6 +286,9 @@ def test_operands_rotated_differently_are_refused(rng: torch.Generator) -> None:
         ({"out": torch.zeros(5, 4, dtype=torch.bfloat16)}, "out must be float32"),
         ({"out": torch.zeros(5, 4), "out_dtype": torch.bfloat16}, "with out_dtype float32"),
         ({"out": torch.zeros(5, 4), "bias": torch.zeros(4)}, "exclude each other"),
+        ({"into": torch.zeros(5, 5)}, r"into must be torch.float32 \[5, 4\], got torch.float32 \[5, 5\]"),
+        ({"into": torch.zeros(5, 4), "out_dtype": torch.bfloat16}, "into must be torch.bfloat16"),
+        ({"into": torch.zeros(5, 4), "out": torch.zeros(5, 4)}, "into and out exclude each other"),
         ({"b": torch.zeros(4, 8, device="meta")}, "one device"),
     ],
 )

@@ -66,6 +66,11 @@ def test_products_on_the_fp8_units(blocks, shape, rng) -> None:
     assert snr_db(y, want) > 40.0
     assert snr_db(gemm_scaled.gemm_nt(a, b, out_dtype=torch.bfloat16), want) > 40.0
     for dtype in (torch.bfloat16, torch.float32):
+        whole = torch.full((m + 7, n), torch.nan, dtype=dtype, device=DEVICE)
+        gemm_scaled.gemm_nt(a, b, out_dtype=dtype, into=whole[3 : m + 3])
+        assert torch.equal(whole[3 : m + 3], gemm_scaled.gemm_nt(a, b, out_dtype=dtype))
+        assert int(whole.isnan().sum()) == 7 * n
+    for dtype in (torch.bfloat16, torch.float32):
         bias = torch.randn(n, generator=rng).to(DEVICE, dtype)
         assert snr_db(gemm_scaled.gemm_nt(a, b, out_dtype=torch.bfloat16, bias=bias), want + bias.double()) > 40.0
     out = torch.randn(m, n, generator=rng).to(DEVICE)

@@ -13,6 +13,7 @@ from typing import Union
 import torch
 
 from primus_turbo_plugin.devices.detect import detect
+from primus_turbo_plugin.kernels.gemm_checks import check_gemm_nt
 from primus_turbo_plugin.kernels.gluon import gemm_gfx950, gemm_gfx1250
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import GemmRequest
@@ -38,6 +39,7 @@ def gemm_nt(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = a @ b.T (+ bias), accumulated in fp32 and rounded once to `out_dtype`.
 
@@ -47,14 +49,19 @@ def gemm_nt(
         out_dtype: dtype of the result; float32 when `out` is given.
         bias: `[N]`, added in fp32 before the rounding; not together with `out`.
         out: fp32 `[M, N]`, contiguous along N, accumulated into in place and returned.
+        into: `[M, N]` in `out_dtype`, written and returned; not together with `out`.
 
     Returns:
-        `[M, N]` in `out_dtype`, or `out`.
+        `[M, N]` in `out_dtype`, or `out` or `into`.
 
     Raises:
         ShapeError: Shapes, dtypes, devices, strides or rotations do not fit.
     """
-    return KERNELS[this_arch()].gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out)
+    y: torch.Tensor = KERNELS[this_arch()].gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out)
+    if into is None:
+        return y
+    check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out, into=into)
+    return into.copy_(y)  # TODO(#4): let the kernels store there
 
 
 def supports(request: GemmRequest) -> str | None:

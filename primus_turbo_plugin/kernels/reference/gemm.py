@@ -34,6 +34,7 @@ def gemm_nt(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = a @ b.T (+ bias), accumulated in fp32 and rounded once to `out_dtype`.
 
@@ -43,16 +44,18 @@ def gemm_nt(
         out_dtype: dtype of the result; float32 when `out` is given.
         bias: `[N]`, added in fp32 before the rounding; not together with `out`.
         out: fp32 `[M, N]`, accumulated into in place and returned.
+        into: `[M, N]` in `out_dtype`, written and returned; not together with `out`.
 
     Returns:
-        `[M, N]` in `out_dtype`, or `out`.
+        `[M, N]` in `out_dtype`, or `out` or `into`.
 
     Raises:
         ShapeError: Shapes, dtypes, devices or rotations do not fit.
     """
-    check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out)
+    check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out, into=into)
     length = common_length(a, b)
-    y = out if out is not None else torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    given = into if out is None else out
+    y = given if given is not None else torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     for b_rows, b_piece in _pieces(b, length):
         for a_rows, a_piece in _pieces(a, length):
             part = y[a_rows, b_rows]

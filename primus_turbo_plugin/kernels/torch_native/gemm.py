@@ -28,6 +28,7 @@ def gemm_nt(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = a @ b.T (+ bias).
 
@@ -37,14 +38,19 @@ def gemm_nt(
         out_dtype: The operands' dtype, or float32.
         bias: `[N]`, added after the product was rounded to `out_dtype`; not together with `out`.
         out: fp32 `[M, N]`, accumulated into in place and returned.
+        into: `[M, N]` in `out_dtype`, written and returned; not together with `out`.
 
     Returns:
-        `[M, N]` in `out_dtype`, or `out`.
+        `[M, N]` in `out_dtype`, or `out` or `into`.
 
     Raises:
         ShapeError: Shapes, dtypes or devices do not fit.
     """
-    check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out)
+    check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out, into=into)
+    if into is not None:
+        if out_dtype == a.dtype and bias is None:
+            return torch.mm(a, b.t(), out=into)
+        return into.copy_(gemm_nt(a, b, out_dtype=out_dtype, bias=bias))
     if out_dtype == a.dtype and out is None:
         y = torch.matmul(a, b.t())
         return y if bias is None else (y + bias).to(out_dtype)

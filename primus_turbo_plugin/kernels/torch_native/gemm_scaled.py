@@ -30,6 +30,8 @@ from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
 _MULTIPLE = 16
+_ALIGNMENT = 256
+"""What cuBLASLt supposes of an address it is told nothing about."""
 _SQUARES_MULTIPLE = 512
 """cuBLASLt wants rows of 128x128 scales to be multiples of 16 bytes apart."""
 _DTYPES = {
@@ -50,6 +52,7 @@ def gemm_nt(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     out: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> Tensor:
     """y = a @ b.T (+ bias).
 
@@ -59,14 +62,18 @@ def gemm_nt(
         out_dtype: dtype of the result; float32 when `out` is given.
         bias: `[N]`, added before the only rounding; not together with `out`.
         out: fp32 `[M, N]`, accumulated into in place and returned.
+        into: `[M, N]` in `out_dtype`, written and returned; not together with `out`.
 
     Returns:
-        `[M, N]` in `out_dtype`, or `out`.
+        `[M, N]` in `out_dtype`, or `out` or `into`.
 
     Raises:
         ShapeError: Shapes, dtypes, devices or rotations do not fit.
     """
-    check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out)
+    check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out, into=into)
+    if into is not None:
+        y = _written(a, b, into) if bias is None else None
+        return into.copy_(gemm_nt(a, b, out_dtype=out_dtype, bias=bias)) if y is None else y
     common_length(a, b)
     if 0 in (*a.shape, b.shape[0]):
         y = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device) if out is None else out
@@ -93,7 +100,20 @@ def _unscaled(operand: QuantizedTensor) -> QuantizedTensor:
     return replace(operand, spec=spec, block_scale=torch.ones(1, 1, device=operand.device))
 
 
-def _product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def _written(a: QuantizedTensor, b: QuantizedTensor, into: Tensor) -> Tensor | None:
+    """The product straight in `into`, or None where something is left to do behind `torch._scaled_mm`."""
+    aligned = b.outer % _MULTIPLE == 0 and (a.spec.block_shape[1] == 0 or a.outer % _MULTIPLE == 0)
+    by_row = _one_scale_a_row(a, b) and into.dtype != torch.bfloat16
+    usable = into.is_contiguous() and into.data_ptr() % _ALIGNMENT == 0
+    if by_row or not aligned or not usable or 0 in (*a.shape, b.shape[0]):
+        return None
+    common_length(a, b)
+    return _product(a, b, into.dtype, into=into)
+
+
+def _product(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
     """`torch._scaled_mm` with both operands padded to what it takes, the result cut back."""
     step = _SQUARES_MULTIPLE if "128x128" in (a.spec.block, b.spec.block) else _MULTIPLE
     length = -(-max(a.padded_contraction, b.padded_contraction) // step) * step
@@ -105,9 +125,9 @@ def _product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: T
     y = torch._scaled_mm(
         _codes(a, rows, length), _codes(b, cols, length).t(),
         _scale(a, rows, length, by_row), _scale(b, cols, length, by_row).t(),
-        bias=bias, out_dtype=dtype, use_fast_accum=False,
+        bias=bias, out_dtype=dtype, use_fast_accum=False, **({} if into is None else {"out": into}),
     )  # fmt: skip
-    return y[: a.outer, : b.outer].contiguous()  # a collective or a view may follow
+    return y if into is not None else y[: a.outer, : b.outer].contiguous()  # a collective or a view may follow
 
 
 def _codes(operand: QuantizedTensor, rows: int, length: int) -> Tensor:

@@ -42,6 +42,7 @@ def gemm_nt(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     out: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> Tensor:
     """y = a @ b.T (+ bias).
 
@@ -51,14 +52,17 @@ def gemm_nt(
         out_dtype: bf16 or fp16.
         bias: `[N]`, added after the product was rounded to `out_dtype`.
         out: Must be None: the libraries write no fp32.
+        into: `[M, N]` in `out_dtype`, written and returned; not together with `out`.
 
     Returns:
-        `[M, N]` in `out_dtype`.
+        `[M, N]` in `out_dtype`, or `into`.
 
     Raises:
         ShapeError: Shapes, dtypes, devices or rotations do not fit.
     """
-    check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out)
+    check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out, into=into)
+    if into is not None:  # a copy: what is padded has another shape
+        return into.copy_(gemm_nt(a, b, out_dtype=out_dtype, bias=bias))
     common_length(a, b)
     if 0 in (*a.shape, b.shape[0]):
         y = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)

@@ -38,6 +38,7 @@ def gemm_nt(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
     config: GemmConfig | None = None,
     resolve: Callable[[GemmKey], GemmConfig] | None = None,
 ) -> torch.Tensor:
@@ -49,24 +50,27 @@ def gemm_nt(
         out_dtype: dtype of the result; float32 when `out` is given.
         bias: `[N]`, added in fp32 before the rounding; not together with `out`.
         out: fp32 `[M, N]`, accumulated into in place and returned.
+        into: `[M, N]` in `out_dtype`, written and returned; not together with `out`.
         config: How to compute it; None takes `resolve`'s choice.
         resolve: Chooses by the product's key; None is `resolve_config`. `Backend.tune` puts a tuning table here.
 
     Returns:
-        `[M, N]` in `out_dtype`, or `out`.
+        `[M, N]` in `out_dtype`, or `out` or `into`.
 
     Raises:
         ShapeError: Shapes, dtypes, devices or rotations do not fit.
         ConfigError: `config` cannot serve this product.
     """
-    alike = (facts(a), facts(b), facts(bias), facts(out), out_dtype)
+    alike = (facts(a), facts(b), facts(bias), facts(out), facts(into), out_dtype)
     key = _SEEN.keys.get(alike)
     if key is None:
-        check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out)
+        check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out, into=into)
         length = common_length(a, b)
         if 0 in (a.shape[0], b.shape[0], length):
-            return _empty(a, b, out_dtype, bias, out)
-    y = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device) if out is None else out
+            y = _empty(a, b, out_dtype, bias, out)
+            return y if into is None else into.copy_(y)
+    given = into if out is None else out
+    y = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device) if given is None else given
     if key is None:
         key = key_of(a, b, y, length, bias=bias is not None, accumulate=out is not None)
         _SEEN.remember(_SEEN.keys, alike, key)

@@ -88,6 +88,20 @@ def test_plain_product_of_small_integers_is_exact(dtype, layout, rng) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("specs", [*SPECS, (None, None)], ids=str)
+def test_a_given_result_is_written_whatever_it_holds(specs, rng) -> None:
+    a, b = (_operand(spec, rows, 512, rng) for spec, rows in zip(specs, (192, 260), strict=True))
+    whole = torch.full((500, 260), torch.nan, dtype=torch.bfloat16, device="cuda")
+    expected = turbo.gemm_nt(a, b, out_dtype=torch.bfloat16)
+    for first in (0, 101, 300):
+        into = whole[first : first + 192]
+        assert turbo.gemm_nt(a, b, out_dtype=torch.bfloat16, into=into) is into
+        assert torch.equal(into, expected)
+        into.fill_(torch.nan)
+    assert whole.isnan().all()
+
+
+@needs_gpu
 def test_bias_is_added_before_the_rounding(rng) -> None:
     a = torch.randint(-2, 3, (600, 128), generator=rng).bfloat16().cuda()
     b = torch.randint(-2, 3, (520, 128), generator=rng).bfloat16().cuda()
