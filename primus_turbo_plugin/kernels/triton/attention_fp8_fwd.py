@@ -1,13 +1,15 @@
 """FP8 attention, forward (Triton kernel): out and lse from codes; the numbers are those of kernels/reference/attention_fp8.py.
 
 Math      attention_fwd.py's, with S = (codes of q @ codes of k.T) * scale_q * scale_k, a row's shift rounded up to an integer,
-          which makes every correction a power of two, and acc += (codes of 256 P @ codes of v) * scale_v
+          which makes every correction a power of two, P and its sums in units of 1 / 256, and acc in units of the last block's
+          scale_v, also a power of two: acc = acc * correction * (last scale_v / scale_v) + codes of P @ codes of v
 Layout    q, k [batch * heads | groups, slots * BLOCK_TOKENS, columns] and v_t [.., columns, slots * BLOCK_TOKENS] as
           attention_fp8_quantize.py writes them: tiles need no mask. A program: BLOCK_M queries of one head
 Cost      4 * D FP8 FLOPs and one exponential a visible score
-Numerics  a block's products are summed in the matrix units, blocks in fp32: Hopper's FP8 units keep some 14 bits of a sum.
+Numerics  Hopper's FP8 units keep some 14 bits of a sum: there a block's products are summed in them and blocks in fp32.
           Without FP8 units the codes come as bf16 numbers, and P is rounded by arithmetic: the same products
-Limits    BLOCK_M and BLOCK_N divide BLOCK_TOKENS; otherwise attention_fwd.py's
+Limits    BLOCK_M and BLOCK_N divide BLOCK_TOKENS; the largest numbers of two blocks of v differ by less than 2^100, or the
+          result is Inf; otherwise attention_fwd.py's
 """
 
 from __future__ import annotations
@@ -42,16 +44,18 @@ class Fp8Meta(NamedTuple):
         columns: Of the codes of q and k: d0 + d1.
         block: Tokens that share a scale.
         units: Whether codes are FP8; else bf16 numbers.
-        p_scale: What probabilities are multiplied by before they are rounded.
-        p_factor: What their products with v's codes are multiplied by.
+        apart: Whether a block's products with v are summed apart before they are added, as Hopper's short sums need.
+        p_bits: The power of two that probabilities are multiplied by.
+        v_factor: What v's codes are multiplied by.
         s_factor: What the products of q's and k's codes are multiplied by.
     """
 
     columns: int
     block: int
     units: bool
-    p_scale: float
-    p_factor: float
+    apart: bool
+    p_bits: float
+    v_factor: float
     s_factor: float
 
 
@@ -68,11 +72,12 @@ def _code_rows(x, desc, first, columns, ROWS: tl.constexpr, D_FIRST: tl.constexp
 
 @triton.jit
 def _forward_block(
-    maximum, total, acc, q0, q1, q_scale, k, k_desc, k_desc1, v_t, v_desc, k_scales, v_scales, masked, k_places,
+    maximum, total, acc, unit, q0, q1, q_scale, k, k_desc, k_desc1, v_t, v_desc, k_scales, v_scales, masked, k_places,
     row_words, word, threshold, k_row, v_row, slot_row, wide, k_start, k_len, q_len, first_key, queries, left, right, softcap,
     stride_mk, META: tl.constexpr, FP8: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys: the new (maximum, total, acc). `q_scale` includes log2(e) unless scores are capped."""
+    """One block of keys: the new (maximum, total, acc, unit), acc being in units of `unit`. `q_scale` includes log2(e) unless
+    scores are capped."""
     here = tl.multiple_of(slot_row + first_key, BLOCK_N)  # among the rows of all slots
     k_scale = tl.load(k_scales + here // FP8.block)
     v_scale = tl.load(v_scales + here // FP8.block)
@@ -87,9 +92,11 @@ def _forward_block(
         places = tl.arange(0, META.dv).to(tl.int64)[:, None] * wide + tl.arange(0, BLOCK_N)[None, :]
         values = tl.load(v_t + here + places)
     factor = q_scale * k_scale
-    scores = raw * factor
+    scores = raw
     if META.softcap:
-        scores = tanh(scores) * softcap
+        scores = tanh(raw * factor) * softcap
+    elif not META.fold_scale:
+        scores = raw * factor
     if MASKED:
         keys = first_key + tl.arange(0, BLOCK_N)
         ok = seen(queries[:, None], keys[None, :], q_len, k_len, left, right, META)
@@ -97,11 +104,17 @@ def _forward_block(
             hidden = tl.load(masked + keys.to(tl.int64)[None, :] * stride_mk, mask=ok, other=1)
             ok = ok & (hidden == 0)
         scores = tl.where(ok, scores, -float("inf"))
-    new_maximum = tl.maximum(maximum, tl.ceil(tl.max(scores, 1)))
+    peak = tl.max(scores, 1)
+    if META.fold_scale:
+        peak = peak * factor
+    new_maximum = tl.maximum(maximum, tl.ceil(peak))
     shift = new_maximum
     if MASKED:
         shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    probabilities = tl.exp2(scores - shift[:, None])
+    if META.fold_scale:
+        probabilities = tl.exp2(scores * factor + (FP8.p_bits - shift)[:, None])
+    else:
+        probabilities = tl.exp2(scores + (FP8.p_bits - shift)[:, None])
     correction = tl.exp2(maximum - shift)
     total = total * correction + tl.sum(probabilities, 1)
     if META.dropout:
@@ -109,11 +122,16 @@ def _forward_block(
         kept = kept_scores(row_words[:, None], key_words(places, word)[None, :], threshold)
         probabilities = tl.where(kept, probabilities, 0.0)
     if FP8.units:
-        p_codes = (probabilities * FP8.p_scale).to(v_t.dtype.element_ty)
+        p_codes = probabilities.to(v_t.dtype.element_ty)
     else:
-        p_codes = rounded(probabilities * FP8.p_scale, 3, 121).to(tl.bfloat16)
-    acc = acc * correction[:, None] + tl.dot(p_codes, tl.trans(values)) * v_scale
-    return new_maximum, total, acc
+        p_codes = rounded(probabilities, 3, 121).to(tl.bfloat16)
+    if FP8.apart:
+        acc = acc * correction[:, None] + tl.dot(p_codes, tl.trans(values)) * v_scale
+    else:
+        acc = acc * (correction * (unit / v_scale))[:, None]
+        acc = tl.dot(p_codes, tl.trans(values), acc)
+        unit = v_scale
+    return new_maximum, total, acc, unit
 
 
 @triton.jit
@@ -190,39 +208,40 @@ def attention_fp8_fwd_kernel(
     if META.sinks:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         maximum = tl.zeros((BLOCK_M,), tl.float32) + tl.ceil(sink)
-        total += tl.exp2(sink - tl.ceil(sink))
+        total += tl.exp2(sink - tl.ceil(sink) + FP8.p_bits)
     DV: tl.constexpr = META.dv
     acc = tl.zeros((BLOCK_M, DV), tl.float32)
+    unit = 1.0
     low, full_low, full_high, high = key_range(first, last, position, k_len, left, right, META, BLOCK_N)
     high = tl.where(last > first, high, low)  # nothing but padding
     full_low = tl.minimum(full_low, high)
     full_high = tl.minimum(full_high, high)
     if META.has_left or META.masked:
         for first_key in tl.range(low, full_low, BLOCK_N, num_stages=MASKED_STAGES):
-            maximum, total, acc = _forward_block(
-                maximum, total, acc, q0, q1, q_scale, k, k_desc, k_desc1, v_t, v_desc, k_scales, v_scales, masked, k_places,
-                row_words, word, threshold, k_row, v_row, slot_row, wide, k_start, k_len, q_len, first_key, queries, left,
-                right, softcap, stride_mk, META, FP8, BLOCK_N, True,
+            maximum, total, acc, unit = _forward_block(
+                maximum, total, acc, unit, q0, q1, q_scale, k, k_desc, k_desc1, v_t, v_desc, k_scales, v_scales, masked,
+                k_places, row_words, word, threshold, k_row, v_row, slot_row, wide, k_start, k_len, q_len, first_key, queries,
+                left, right, softcap, stride_mk, META, FP8, BLOCK_N, True,
             )  # fmt: skip
     if not META.masked:
         for first_key in range(full_low, full_high, BLOCK_N):
-            maximum, total, acc = _forward_block(
-                maximum, total, acc, q0, q1, q_scale, k, k_desc, k_desc1, v_t, v_desc, k_scales, v_scales, masked, k_places,
-                row_words, word, threshold, k_row, v_row, slot_row, wide, k_start, k_len, q_len, first_key, queries, left,
-                right, softcap, stride_mk, META, FP8, BLOCK_N, False,
+            maximum, total, acc, unit = _forward_block(
+                maximum, total, acc, unit, q0, q1, q_scale, k, k_desc, k_desc1, v_t, v_desc, k_scales, v_scales, masked,
+                k_places, row_words, word, threshold, k_row, v_row, slot_row, wide, k_start, k_len, q_len, first_key, queries,
+                left, right, softcap, stride_mk, META, FP8, BLOCK_N, False,
             )  # fmt: skip
     for first_key in tl.range(full_high, high, BLOCK_N, num_stages=MASKED_STAGES):
-        maximum, total, acc = _forward_block(
-            maximum, total, acc, q0, q1, q_scale, k, k_desc, k_desc1, v_t, v_desc, k_scales, v_scales, masked, k_places,
-            row_words, word, threshold, k_row, v_row, slot_row, wide, k_start, k_len, q_len, first_key, queries, left,
-            right, softcap, stride_mk, META, FP8, BLOCK_N, True,
+        maximum, total, acc, unit = _forward_block(
+            maximum, total, acc, unit, q0, q1, q_scale, k, k_desc, k_desc1, v_t, v_desc, k_scales, v_scales, masked,
+            k_places, row_words, word, threshold, k_row, v_row, slot_row, wide, k_start, k_len, q_len, first_key, queries,
+            left, right, softcap, stride_mk, META, FP8, BLOCK_N, True,
         )  # fmt: skip
 
     # Rows that see nothing: 0 and -inf. Padding likewise, sink or not.
     is_query = rows < q_len
-    acc = acc * tl.where(is_query & (total != 0), keep_scale * FP8.p_factor / total, 0.0)[:, None]
+    acc = acc * tl.where(is_query & (total != 0), keep_scale * FP8.v_factor * unit / total, 0.0)[:, None]
     out += tl.cast(batch, tl.int64) * stride_ob + tl.cast(q_start, tl.int64) * stride_os + head * stride_oh
     store_rows(out, acc, first, room, stride_os, stride_od, BLOCK_M, 0, META.dv, META.v_dim, META.wide)
     lse += tl.cast(head_batch, tl.int64) * q_tokens + q_start
-    logarithm = tl.where(is_query, (maximum + tl.log2(total)) * LN2, -float("inf"))
+    logarithm = tl.where(is_query, (maximum + tl.log2(total) - FP8.p_bits) * LN2, -float("inf"))
     tl.store(lse + rows, logarithm, mask=rows < room)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -103,7 +104,7 @@ def forward_launch(
     assert k_codes.rows is not None
     assert v_codes.columns is not None
     meta = _meta(q, k, v, out, problem, tile, tma)
-    fp8 = _fp8_meta(meta, units)
+    fp8 = _fp8_meta(meta, units, apart=tma)
     args = {
         "q": q_codes.rows, "k": k_codes.rows, "v_t": v_codes.columns,
         "k_desc": _descriptor(k_codes.rows, (tile.block_n, meta.d0), tma),
@@ -131,14 +132,15 @@ def _meta(q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, tile: 
     return meta._replace(d0=d0, d1=d1, wide=wide)
 
 
-def _fp8_meta(meta: AttentionMeta, units: Units) -> Fp8Meta:
+def _fp8_meta(meta: AttentionMeta, units: Units, *, apart: bool) -> Fp8Meta:
     half = 0.5 if units == "fnuz" else 1.0  # what a code's number is of its value
     return Fp8Meta(
         columns=meta.d0 + meta.d1,
         block=BLOCK_TOKENS,
         units=units is not None,
-        p_scale=P_SCALE * half,
-        p_factor=1.0 / (P_SCALE * half * half),
+        apart=apart,
+        p_bits=math.log2(P_SCALE * half),
+        v_factor=1.0 / half,
         s_factor=1.0 / (half * half),
     )
 
