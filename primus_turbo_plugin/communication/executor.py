@@ -14,6 +14,7 @@ every later call outside one begin with a handshake of all ranks, and a gathered
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -132,6 +133,13 @@ class Channel:
             call.span.end()
         self._open = None
         return call.plan.slot
+
+    def abandon(self) -> None:
+        """Ends a call whose caller has failed between its halves: what peers expect has been sent, so only the result is lost."""
+        call = self._open
+        if call is not None and not self._failed:
+            with contextlib.suppress(RuntimeError):  # which is then why the channel cannot go on
+                self.finish(call)
 
     def _run(self, call: Call, steps: Sequence[Step], value: int | None = None) -> None:
         own = call.value

@@ -168,6 +168,11 @@ class Overlap:
 
         return Pending(finish)
 
+    def abandon(self) -> None:
+        """After an error between the two halves of a collective (out of memory, say): ends it, so that others may follow."""
+        for channel in (self._gathers, self._bulk, self._scatters):
+            channel.abandon()
+
     def _lanes(self) -> int:
         return 1 if self.costs is not None and self.costs.switched else max(1, self.world_size - 1)
 

@@ -29,6 +29,8 @@ Equality    quantised shards carry the codes of the whole tensor wherever no blo
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -121,7 +123,7 @@ class _Linear(Function):
         with_dgrad, with_wgrad, with_dbias = ctx.needs_input_grad[:3]
         call: LinearCall = replace(ctx.call, dy_sum=[]) if with_dbias else ctx.call
         saved = saved_operands(ctx)
-        with no_autocast(dy):
+        with no_autocast(dy), _collectives_end(call):
             deferred = with_wgrad and call.defer is not None and call.defer(dy)
             x_arriving = _start_input(call, saved["x"], dy) if with_wgrad and not deferred else None
             dx, dy_column = _start_dgrad(call, dy, saved["w"] if with_dgrad else None, wgrad=x_arriving is not None)
@@ -131,6 +133,17 @@ class _Linear(Function):
                 dw = call.sink.delivered()
             db = gradient_sum(call, dy).to(ctx.bias_dtype) if with_dbias else None
             return dx.wait(), dw, db, None, None
+
+
+@contextlib.contextmanager
+def _collectives_end(call: LinearCall) -> Iterator[None]:
+    """Where something fails (out of memory), the collectives it was to run over are ended: the caller may try a smaller batch."""
+    try:
+        yield
+    except BaseException:
+        if call.overlap is not None:
+            call.overlap.overlap.abandon()
+        raise
 
 
 def _multiply_and_reduce(call: LinearCall, x: Operand, w: Operand) -> Tensor:

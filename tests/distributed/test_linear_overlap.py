@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from primus_turbo_plugin.communication.overlap import Overlap
+from primus_turbo_plugin.communication.overlap import Overlap, Payload
 from primus_turbo_plugin.communication.transports.process_group import ProcessGroupTransport
 from primus_turbo_plugin.communication.transports.shared_memory import SharedMemoryTransport
+from primus_turbo_plugin.errors import UnsupportedError
 from primus_turbo_plugin.functional.linear import linear
 from primus_turbo_plugin.functional.linear_call import LinearCall, OverlapUse, TensorParallel
 from primus_turbo_plugin.functional.wgrad import WgradQueue
@@ -171,6 +172,49 @@ def test_a_wgrad_that_is_put_off_outlives_the_slots(rank_info: RankInfo) -> None
             _run(x, w, dy, call)
         queue.run()
         assert all(torch.equal(a, b) for a, b in zip(late, expected, strict=True))
+
+
+@ranks(world_size=2)
+def test_out_of_memory_in_a_wgrad_leaves_the_overlap_usable(rank_info: RankInfo) -> None:
+    """The transfers that it ran over are ended, on the rank that failed and on the one that did not."""
+    g, use = torch.Generator().manual_seed(rank_info.seed), OverlapUse(overlap=_overlap())
+    for mode in ("column", "row"):
+        for failing in ((0, 1), (1,)):
+            x, w, dy = _shards(mode, rank_info, g, 8, torch.float32)
+            parallel = TensorParallel(mode=mode, group=torch.distributed.group.WORLD, sequence_parallel=True)
+            plain = make_call(plan("bf16"), torch.float32, parallel=parallel)
+            ours = dataclasses.replace(plain, overlap=use)
+
+            def no_memory(compute: Any) -> Tensor:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+            if rank_info.rank in failing:
+                with pytest.raises(torch.OutOfMemoryError):
+                    _run(x, w, dy, dataclasses.replace(ours, delay=no_memory))
+            else:
+                _run(x, w, dy, ours)
+            found, expected = _run(x, w, dy, ours), _run(x, w, dy, plain)
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@ranks(world_size=2)
+def test_an_error_among_the_products_ends_the_overlap_by_name(rank_info: RankInfo) -> None:
+    """Peers have not been sent what they wait for: going on would give them another call's rows."""
+    overlap = _overlap()
+
+    def no_memory(planes: list[Tensor], out: Tensor, add: Tensor | None) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    x, y = torch.ones(4, 8), torch.empty(4, 8)
+    with pytest.raises(torch.OutOfMemoryError):
+        overlap.gemm_scatter(Payload.plain(torch.ones(8, 8)), no_memory, y, 8, label="layers.0 fprop")
+    with pytest.raises(
+        UnsupportedError, match=r"layers.1: the overlap .* layers.0 fprop failed on this rank \(OutOfMem"
+    ):
+        overlap.start_scatter(torch.ones(8, 8), label="layers.1")
+    assert torch.equal(
+        overlap.start_gather(Payload.plain(x)).wait()[0], torch.ones(8, 8)
+    )  # other channels have lost nothing
 
 
 @ranks(world_size=2)
