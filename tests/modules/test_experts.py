@@ -262,25 +262,27 @@ def test_delayed_wgrad_comes_with_backward_dw(rank_info: RankInfo) -> None:
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp4"])
 def test_recomputed_activation_gives_the_same_bits_and_is_not_kept(rank_info: RankInfo, recipe: str) -> None:
     """`--recompute-modules moe_act`."""
-    from primus_turbo_plugin.diagnostics.saved_tensors import measure_saved
+    from primus_turbo_plugin.modules import experts
 
     start_megatron(seed=rank_info.seed)
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
-    results, kept = [], []
     inputs = _at(_inputs(COUNTS[2], torch.bfloat16), COUNTS[2])
+    kept: list[tuple[Tensor, Any]] = []
+    hooks = experts.saved_tensors_hooks
+    experts.saved_tensors_hooks = lambda pack, unpack: hooks(lambda t: kept.append((t, pack(t))) or kept[-1][1], unpack)
+    results = []
     for fields in ({}, recompute):
         every = grouped(experts_config(params_dtype=torch.bfloat16, **fields), plan(recipe))
         with torch.no_grad():
             for p in every.parameters():
                 p.copy_(torch.linspace(-0.2, 0.2, p.numel()).view_as(p))
-        with measure_saved(every) as measured:
-            outcome = run(every, *inputs)
-        results.append([*outcome, *(p.grad for p in every.parameters())])
-        kept.append(measured.nbytes)
+        results.append([*run(every, *inputs), *(p.grad for p in every.parameters())])
     for plain, again in zip(*results):
         assert torch.equal(plain, again)
-    activation = sum(COUNTS[2]) * FFN * 2
-    assert kept[1] <= kept[0] - (1 if recipe == "mxfp4" else activation)
+    activation = (sum(COUNTS[2]), FFN)
+    discarded = [tuple(t.shape) for t, packed in kept if packed is None]
+    assert discarded == ([activation] if recipe == "bf16" else [])
+    assert activation not in [tuple(packed.shape) for _, packed in kept if packed is not None]
 
 
 @ranks(world_size=1, megatron=True)
