@@ -72,6 +72,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--selftest", action="store_true", help="run every kernel on this device and compare its results"
     )
     doctor.add_argument(
+        "--selftest-limit",
+        type=float,
+        default=900.0,
+        metavar="S",
+        help="end the self-test of a GPU after S seconds (900)",
+    )
+    doctor.add_argument(
         "--config", dest="turbo_config", metavar="FILE", help="check this configuration; as --turbo-config"
     )
     add_turbo_arguments(doctor)
@@ -100,6 +107,7 @@ def _doctor(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from primus_turbo_plugin.diagnostics.doctor import examine
     from primus_turbo_plugin.diagnostics.render import render
     from primus_turbo_plugin.diagnostics.selftest import run_selftest
+    from primus_turbo_plugin.diagnostics.selftest_guard import run_guarded, show_progress
     from primus_turbo_plugin.kernels.registry import default_registry
     from primus_turbo_plugin.precision.config_sources import ResolvedConfig, resolve
 
@@ -110,7 +118,11 @@ def _doctor(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         resolved = error  # reported with everything else, so that one run shows all there is
     report = examine(resolved, environ)
     if args.selftest:
-        results = run_selftest(default_registry(), report.device.torch_device)
+        on = report.device.torch_device
+        if on == "cpu":  # nothing here can hang a device
+            results = run_selftest(default_registry(), on)
+        else:
+            results = run_guarded(on, limit_s=args.selftest_limit, progress=show_progress)
         report = dataclasses.replace(report, selftest=results)
     print(json.dumps(report.to_dict(), indent=2) if args.json else render(report))
     return 0 if report.is_healthy else 1

@@ -110,7 +110,8 @@ def test_failing_kernel_exits_1(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setattr(gemm, "gemm_nt", lambda a, b, **kwargs: a.float() @ b.float().T + 1)
     code, data = run_json(capsys, "--selftest")
     assert code == 1
-    assert {item["backend"] for item in data["selftest"] if item["outcome"] == "failed"} == {"torch"}
+    failed = {item["backend"] for item in data["selftest"] if item["outcome"] == "failed"}
+    assert failed == {"torch", "per_expert"}, "experts go one by one through the best ordinary GEMM, which is torch's"
 
 
 @pytest.mark.parametrize("arguments", [["diagnose"], ["selftest"], []])

@@ -54,7 +54,8 @@ class Report:
     @property
     def is_healthy(self) -> bool:
         """Whether everything that was asked for can be had."""
-        return not self.problems and all(result.outcome != "failed" for result in self.selftest or ())
+        bad = ("failed", "not run")
+        return not self.problems and all(result.outcome not in bad for result in self.selftest or ())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `--json`; docs/doctor.md describes it."""

@@ -113,13 +113,23 @@ def config_rows(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
 
 
 def selftest_lines(results: tuple[CaseResult, ...]) -> list[str]:
-    """Counts by kernel, and every failure in full."""
+    """A row a kernel with its counts, every failure in full, and one line that says how it went."""
+    outcomes = ("passed", "failed", "not claimed", "untested", "not run")
     counts: Counter[tuple[str, str, str]] = Counter((item.op, item.backend, item.outcome) for item in results)
-    kernels = dict.fromkeys((item.op, item.backend) for item in results)
-    outcomes = ("passed", "failed", "not claimed", "untested")
     rows = []
-    for op, backend in kernels:
-        said = [f"{counts[op, backend, outcome]} {outcome}" for outcome in outcomes if counts[op, backend, outcome]]
-        rows.append((op, backend, ", ".join(said)))
-    failures = [("failed:", item.case, item.detail) for item in results if item.outcome == "failed"]
-    return [*section("Self-test", rows), *table(failures)]
+    for op, backend in dict.fromkeys((item.op, item.backend) for item in results):
+        of = {outcome: counts[op, backend, outcome] for outcome in outcomes}
+        verdict = "FAILED" if of["failed"] else "NOT RUN" if of["not run"] else "ok" if of["passed"] else "-"
+        said = [f"{count} {outcome}" for outcome, count in of.items() if count]
+        rows.append((op, backend, verdict, ", ".join(said)))
+    failures = [
+        ("failed:", f"{item.op} {item.backend}", item.case, item.detail) for item in results if item.outcome == "failed"
+    ]
+    total = Counter(item.outcome for item in results)
+    summary = ", ".join(f"{total[outcome]} {outcome}" for outcome in outcomes if total[outcome])
+    good = not (total["failed"] or total["not run"])
+    return [
+        *section("Self-test", rows),
+        *table(failures),
+        f"  self-test: {'all that ran passed' if good else 'FAILED'}: {summary}",
+    ]

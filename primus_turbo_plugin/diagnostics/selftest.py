@@ -1,17 +1,24 @@
 """`primus-turbo doctor --selftest`: every kernel that claims to serve this device, run on it and judged.
 
-An op without cases is reported as not tested rather than left out.
+First every backend of every op of the registry, on requests; an op without cases is reported as not tested, not left out. Then,
+on AMD GPUs, the kernels as the emulator runs them (selftest_targets.py): every tile, layout, tail and epilogue, which sizes of
+requests might not choose.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from primus_turbo_plugin.diagnostics.selftest_cases import CASES, Case
-from primus_turbo_plugin.kernels.registry import Backend, KernelRegistry
+from primus_turbo_plugin.diagnostics.selftest_cases import CASES
+from primus_turbo_plugin.diagnostics.selftest_targets import target_tests
+from primus_turbo_plugin.kernels.registry import KernelRegistry
+
+Outcome = Literal["passed", "failed", "not claimed", "untested", "not run"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,40 +26,71 @@ class CaseResult:
     """One kernel on one case.
 
     Attributes:
-        op: The op.
-        backend: The backend.
+        op: The op, or `kernel` for one run as the emulator runs it.
+        backend: The backend, or the kernel's name.
         case: The request in words.
-        outcome: `passed`; `failed`; `not claimed` by the backend, so not run; `untested`: this op has no cases.
+        outcome: `passed`; `failed`; `not claimed` by the backend, so not run; `untested`: this op has no cases; `not run`: the
+            time was up before.
         detail: What was wrong, or the backend's reason; empty where it passed.
     """
 
     op: str
     backend: str
     case: str
-    outcome: Literal["passed", "failed", "not claimed", "untested"]
+    outcome: Outcome
     detail: str = ""
 
 
-def run_selftest(registry: KernelRegistry, torch_device: str) -> tuple[CaseResult, ...]:
-    """Runs every backend of every op on its cases. A kernel that raises has failed; the message is its detail."""
-    results = []
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """One case of one kernel, not yet run.
+
+    Attributes:
+        op, backend, case: As in `CaseResult`.
+        refusal: None, or why it is not run.
+        check: Runs it on a device: None, or what is wrong. None where there is nothing to run.
+    """
+
+    op: str
+    backend: str
+    case: str
+    refusal: str | None
+    check: Callable[[torch.device], str | None] | None
+
+    def result(self, outcome: Outcome, detail: str = "") -> CaseResult:
+        return CaseResult(op=self.op, backend=self.backend, case=self.case, outcome=outcome, detail=detail)
+
+    def run(self, device: torch.device) -> CaseResult:
+        """A kernel that raises has failed; the message is its detail."""
+        if self.check is None:
+            return self.result("untested")
+        if self.refusal is not None:
+            return self.result("not claimed", self.refusal)
+        try:
+            wrong = self.check(device)
+        except Exception as error:  # whatever torch, Triton or a kernel's own code raises
+            wrong = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return self.result("failed", wrong) if wrong else self.result("passed")
+
+
+def selftests(registry: KernelRegistry, torch_device: str) -> Sequence[SelfTest]:
+    """All there is to run on a device, in the same order every time."""
+    tests = []
     for op in registry.ops:
         cases = list(CASES[op](torch_device)) if op in CASES else []
         for name in registry.names(op):
+            backend = registry.backend(op, name)
             if not cases:
-                results.append(CaseResult(op=op, backend=name, case="-", outcome="untested"))
-            results += [_run(registry.backend(op, name), case, torch.device(torch_device)) for case in cases]
-    return tuple(results)
+                tests.append(SelfTest(op, name, "-", None, None))
+            for request, check, *words in cases:
+                case = ", ".join([str(request), *words])
+                run = functools.partial(check, backend.kernels)
+                tests.append(SelfTest(op, name, case, backend.supports(request), run))
+    tests += [SelfTest("kernel", name, case, None, check) for name, case, check in target_tests(torch_device)]
+    return tests
 
 
-def _run(backend: Backend[Any], case: Case, device: torch.device) -> CaseResult:
-    request, check = case
-    refusal = backend.supports(request)
-    if refusal is not None:
-        return CaseResult(op=backend.op, backend=backend.name, case=str(request), outcome="not claimed", detail=refusal)
-    try:
-        wrong = check(backend.kernels, device)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # what torch and Triton raise
-        wrong = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    outcome: Literal["passed", "failed"] = "failed" if wrong else "passed"
-    return CaseResult(op=backend.op, backend=backend.name, case=str(request), outcome=outcome, detail=wrong or "")
+def run_selftest(registry: KernelRegistry, torch_device: str) -> tuple[CaseResult, ...]:
+    """Runs everything in this process; `selftest_guard.run_guarded` survives kernels that do not return."""
+    device = torch.device(torch_device)
+    return tuple(test.run(device) for test in selftests(registry, torch_device))

@@ -3,7 +3,7 @@
 quantize   codes and scales equal the reference's on the CPU, bit for bit
 fused_quantize  the same for an op fused with a quantisation
 grouped_quantize, grouped_gemm  the same as these two for experts
-gemm_nt    inputs on the format's grid, whose sums are exact in fp32: equal to float64, bit for bit
+gemm_nt    inputs on the format's grid, whose sums are exact in fp32: equal to float64, bit for bit (selftest_gemm.py)
 norm       float64 formula; bf16 results within one rounding, 2^-8 relative, of fp32-accurate ones
 attention  float64 softmax and its autograd gradients; bf16 tensors, so SNR of at least 40 dB
 """
@@ -11,7 +11,6 @@ attention  float64 softmax and its autograd gradients; bf16 tensors, so SNR of a
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from primus_turbo_plugin.diagnostics.selftest_fused import fused_cases
+from primus_turbo_plugin.diagnostics.selftest_gemm import Case, gemm_cases, show_difference
 from primus_turbo_plugin.diagnostics.selftest_grouped import grouped_gemm_cases, grouped_quantize_cases
 from primus_turbo_plugin.kernels.attention import AttentionMask, AttentionOptions, AttentionRequest, Dropout, Packing
 from primus_turbo_plugin.kernels.attention_dropout import keep_mask
@@ -30,7 +30,6 @@ from primus_turbo_plugin.kernels.requests import (
     GroupedGemmRequest,
     GroupedQuantizeRequest,
     QuantizeRequest,
-    Request,
 )
 from primus_turbo_plugin.precision.formats import Format, ScaleRule
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
@@ -41,9 +40,6 @@ _SEED = 20260801
 _MIN_ATTENTION_SNR_DB = 40.0
 _NORM_RTOL = 2.0**-8
 
-#: (what is asked, how it is run and judged): the second returns None, or what is wrong.
-Case = tuple[Request, Callable[[Any, torch.device], str | None]]
-Operand: TypeAlias = "Tensor | QuantizedTensor"
 Copies: TypeAlias = "tuple[QuantizedTensor | None, QuantizedTensor | None]"
 
 
@@ -100,7 +96,7 @@ def _differing_copies(wanted: Copies, got: Copies) -> str | None:
         for part in ("block_scale", "data"):
             left, right = _bits(getattr(expected, part)), _bits(getattr(actual, part).cpu())
             if not torch.equal(left, right):
-                return _first_difference(f"{name} {part}", left, right)
+                return show_difference(f"{name} {part}", left, right)
     return None
 
 
@@ -109,59 +105,6 @@ def _bits(tensor: Tensor) -> Tensor:
     if tensor.dtype != torch.float32:
         return tensor
     return tensor.view(torch.int32).masked_fill(tensor.isnan(), -1)
-
-
-def _first_difference(name: str, wanted: Tensor, got: Tensor) -> str:
-    where = (wanted != got).nonzero()
-    index = tuple(where[0].tolist())
-    values = f"{wanted[index].item()} wanted, {got[index].item()} got"
-    return f"{name}: {len(where)} of {wanted.numel()} differ, first at {index}: {values}"
-
-
-def gemm_cases(torch_device: str) -> Iterator[Case]:
-    """Small integers, and in each row's first place a value that makes every format's scale a power of two.
-
-    Sums need 13 bits at most: Hopper's FP8 units keep 14.
-    """
-    generator = _generator()
-    a, b = (torch.randint(-4, 5, (rows, 256), generator=generator).to(torch.bfloat16) for rows in (40, 72))
-    quantized = [QuantSpec(format=item) for item in Format if item is not Format.BF16]
-    kinds: list[torch.dtype | QuantSpec] = [torch.bfloat16, *quantized]
-    for kind, accumulate in itertools.product(kinds, (False, True)):
-        peak = 7.0 if isinstance(kind, QuantSpec) and kind.format is Format.FP8 else 6.0  # 7 = 448 / 2^6
-        a[:, 0], b[:, 0] = peak, peak
-        operands = [_operand(tensor.clone(), kind) for tensor in (a, b)]
-        start = 8.0 if accumulate else 0.0
-        wanted = (_values(operands[0]) @ _values(operands[1]).T + start).float()
-
-        def check(
-            kernels: Any,
-            device: torch.device,
-            operands: list[Operand] = operands,
-            wanted: Tensor = wanted,
-            accumulate: bool = accumulate,
-        ) -> str | None:
-            out = torch.full(wanted.shape, 8.0, device=device) if accumulate else None
-            got = kernels.gemm_nt(*(_move(item, device) for item in operands), out_dtype=torch.float32, out=out).cpu()
-            return None if torch.equal(wanted, got) else _first_difference("y", wanted, got)
-
-        fp32 = torch.float32
-        yield GemmRequest(device=torch_device, a=kind, b=kind, out_dtype=fp32, accumulate=accumulate), check
-
-
-def _operand(tensor: Tensor, kind: torch.dtype | QuantSpec) -> Operand:
-    return reference_quantize.quantize(tensor, kind) if isinstance(kind, QuantSpec) else tensor
-
-
-def _values(operand: Operand) -> Tensor:
-    return (operand.dequantize(torch.float32) if isinstance(operand, QuantizedTensor) else operand).double()
-
-
-def _move(operand: Operand, device: torch.device) -> Operand:
-    if isinstance(operand, Tensor):
-        return operand.to(device)
-    moved = operand.data.to(device), operand.block_scale.to(device)
-    return QuantizedTensor(*moved, operand.spec, operand.shape, operand.signs_seed)
 
 
 def norm_cases(torch_device: str) -> Iterator[Case]:

@@ -67,11 +67,16 @@ def test_failed_self_test_makes_it_unhealthy_and_is_shown_in_full() -> None:
     report = dataclasses.replace(report_of(), selftest=results)
     assert not report.is_healthy
     text = render(report)
-    assert re.search(r"gemm_nt +triton +1 passed, 1 failed", text)
-    assert re.search(r"gemm_nt +torch +1 not claimed", text)
-    assert re.search(r"conv +torch +1 untested", text)
+    assert re.search(r"gemm_nt +triton +FAILED +1 passed, 1 failed", text)
+    assert re.search(r"gemm_nt +torch +- +1 not claimed", text)
+    assert re.search(r"conv +torch +- +1 untested", text)
     assert re.search(r"gemm of ones +y: 3 of 4 differ", text)
-    assert dataclasses.replace(report, selftest=results[1:]).is_healthy
+    assert "self-test: FAILED: 1 passed, 1 failed, 1 not claimed, 1 untested" in text
+    rest = dataclasses.replace(report, selftest=results[1:])
+    assert rest.is_healthy
+    assert "self-test: all that ran passed: 1 passed" in render(rest)
+    late = CaseResult(op="gemm_nt", backend="torch", case="gemm of twos", outcome="not run", detail="the time was up")
+    assert not dataclasses.replace(report, selftest=(*results[1:], late)).is_healthy
 
 
 def test_text_says_who_set_each_key_and_what_each_operand_gets() -> None:

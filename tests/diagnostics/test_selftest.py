@@ -109,8 +109,30 @@ def test_gemm_that_overwrites_fails_exactly_the_accumulating_cases() -> None:
         return gemm.gemm_nt(a, b, **kw)
 
     found = failures(GemmRequest, gemm_nt=overwrites)
-    assert len(found) == len(outcomes(GemmRequest)) / 2
+    assert len(found) == sum("accumulating" in result.case for result in outcomes(GemmRequest))
     assert all("accumulating" in result.case for result in found)
+
+
+def test_gemm_that_ignores_strides_fails_exactly_the_layouts_it_misreads() -> None:
+    def flat(x: Any) -> Any:
+        """As if it were contiguous along K."""
+        return x if not isinstance(x, torch.Tensor) or x.is_contiguous() else x.t().reshape(x.shape)
+
+    found = failures(GemmRequest, gemm_nt=lambda a, b, **kw: gemm.gemm_nt(flat(a), flat(b), **kw))
+    assert {result.case.split(", ")[-1].split()[0] for result in found} == {"NN", "TN", "TT"}
+
+
+def test_gemm_that_drops_the_bias_or_the_tail_fails_those_cases() -> None:
+    def no_bias(a: Any, b: Any, *, bias: Any = None, **kw: Any) -> Any:
+        return gemm.gemm_nt(a, b, **kw)
+
+    def no_tail(a: Any, b: Any, **kw: Any) -> Any:
+        y = gemm.gemm_nt(a, b, **kw)
+        y[128:] = 0
+        return y
+
+    assert {"with bias" in result.case for result in failures(GemmRequest, gemm_nt=no_bias)} == {True}
+    assert {"133x131" in result.case for result in failures(GemmRequest, gemm_nt=no_tail)} == {True}
 
 
 def test_wrong_norm_gradient_fails_and_names_the_tensor() -> None:
