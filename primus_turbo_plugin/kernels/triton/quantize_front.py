@@ -21,18 +21,30 @@ class FrontMeta(NamedTuple):
     Attributes:
         kind: `rms_norm` or `swiglu`.
         zero_centered: gamma is 1 + weight.
+        stats_rows: Rows whose 1 / RMS a program of the same launch computes (quantize_statistics.py); 0 where `rstd` is given.
+        log_hidden: 2^log_hidden >= hidden; read where statistics are computed.
     """
 
     kind: str
     zero_centered: bool = False
+    stats_rows: int = 0
+    log_hidden: int = 0
+    parts: int = 4
+    in_place: bool = True
 
 
 @gluon.jit
-def _round_to_word(low, high):
+def _round_to_word(low, high, TARGET: gl.constexpr):
     """Two fp32 tensors to words of two bf16."""
-    even = low.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
-    odd = high.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
-    return even | (odd << 16)
+    if TARGET == "sm90":
+        word = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        even = low.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
+        odd = high.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
+        word = even | (odd << 16)
+    return word
 
 
 @gluon.jit
@@ -55,15 +67,15 @@ def _silu(g):
 
 
 @gluon.jit
-def norm_words(x, rstd, even, odd, FRONT: gl.constexpr):
+def norm_words(x, rstd, even, odd, FRONT: gl.constexpr, TARGET: gl.constexpr):
     """RMS norm of words of bf16, `rstd [tokens, 1]`, weights of the even and odd columns `[1, words]`."""
     if FRONT.zero_centered:
         even = even + 1.0
         odd = odd + 1.0
-    return _round_to_word(low_half(x) * rstd * even, high_half(x) * rstd * odd)
+    return _round_to_word(low_half(x) * rstd * even, high_half(x) * rstd * odd, TARGET)
 
 
 @gluon.jit
-def swiglu_words(gate, up):
+def swiglu_words(gate, up, TARGET: gl.constexpr):
     """silu(gate) * up of words of bf16."""
-    return _round_to_word(_silu(low_half(gate)) * low_half(up), _silu(high_half(gate)) * high_half(up))
+    return _round_to_word(_silu(low_half(gate)) * low_half(up), _silu(high_half(gate)) * high_half(up), TARGET)
