@@ -107,6 +107,7 @@ def startup_report(
         section("primus-turbo: device", [(device.name, f"{device.capabilities.arch}, {device.count} visible")]),
         section("primus-turbo: formats", [*format_summary(device, _used(served, plans)).items()]),
         section("primus-turbo: kernels", kernel_rows(served)),
+        section("primus-turbo: kernels passed over", passed_over_rows(served)),
         section("primus-turbo: components", [*(components or {}).items()]),
         section("primus-turbo: precision", [("module", "layers", "recipe", "decided by"), *rows] if rows else ()),
         section("primus-turbo: core attention", attention),
@@ -141,6 +142,13 @@ def kernel_rows(served: Iterable[Served]) -> list[tuple[str, str]]:
     for row in served:
         by_op.setdefault(row.op, []).append(row.backend or "nobody")
     return [(op, ", ".join(dict.fromkeys(names))) for op, names in by_op.items()]
+
+
+def passed_over_rows(served: Iterable[Served]) -> list[tuple[str, str, str]]:
+    """(op, backend, why) of backends that an order named or that are written for this device, and that do not serve."""
+    found = {(row.op, name, f"{reason}; {row.backend} serves instead"): None
+             for row in served if row.backend for name, reason in row.notable}  # fmt: skip
+    return list(found)
 
 
 def _used(served: Iterable[Served], plans: Iterable[ModulePlan]) -> list[Served]:

@@ -12,7 +12,7 @@ from primus_turbo_plugin.devices import FORMATS, Device
 from primus_turbo_plugin.errors import UnsupportedError
 from primus_turbo_plugin.kernels.attention import AttentionRequest
 from primus_turbo_plugin.kernels.registry import Backend, Choice, KernelRegistry
-from primus_turbo_plugin.kernels.requests import GemmRequest, QuantizeRequest, Request
+from primus_turbo_plugin.kernels.requests import GemmRequest, GroupedGemmRequest, QuantizeRequest, Request
 from primus_turbo_plugin.precision.module_plan import KernelOrders
 from primus_turbo_plugin.precision.presets import GEMM_OPERANDS
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
@@ -30,6 +30,7 @@ class Served:
         backend: None where nobody does.
         emulated: Why quantised products run without units for their format; None where they have them, or need none.
         refusals: (backend, reason) of those that come first in the order and refused.
+        notable: Of these, the ones that a user put into an order, or that are written for this device.
         note: The backend's own: what it costs beside.
     """
 
@@ -40,13 +41,14 @@ class Served:
     emulated: str | None
     refusals: tuple[tuple[str, str], ...]
     note: str = ""
+    notable: tuple[tuple[str, str], ...] = ()
 
 
 def gemm_formats(request: Request) -> tuple[str, ...]:
     """The formats of the operands of a GEMM or of attention, `bf16` for plain ones; empty for other ops."""
     if isinstance(request, AttentionRequest):
         return ("fp8",) if request.fp8 else ()
-    if not isinstance(request, GemmRequest):
+    if not isinstance(request, GemmRequest | GroupedGemmRequest):
         return ()
     kinds = (request.a, request.b)
     return tuple(dict.fromkeys(str(kind.format) if isinstance(kind, QuantSpec) else "bf16" for kind in kinds))
@@ -56,7 +58,8 @@ def emulation(device: Device, formats: tuple[str, ...], backend: Backend[Any]) -
     """Why `backend` emulates GEMMs of operands in these formats on this device; None where it need not."""
     quantized = [name for name in formats if name != "bf16"]
     arch = device.capabilities.arch
-    if not quantized or set(formats) <= set(backend.matrix_units.get(arch, ())):
+    mixed = "fp8" in quantized and len(quantized) > 1  # no instruction takes scales of rows with scales of blocks
+    if not quantized or (set(formats) <= set(backend.matrix_units.get(arch, ())) and not mixed):
         return None
     missing = [why for name in quantized if (why := device.capabilities.emulation(name)) is not None]
     why = missing[0] if missing else f"{backend.name} does not use {arch}'s units for {' x '.join(formats)}"
@@ -74,6 +77,7 @@ def describe(choice: Choice, device: Device) -> Served:
         emulated=emulation(device, formats, choice.backend) if choice.backend else None,
         refusals=tuple(choice.refusals.items()),
         note=choice.backend.note if choice.backend else "",
+        notable=tuple(choice.notable.items()),
     )
 
 
@@ -91,7 +95,7 @@ def who_serves(
 def format_summary(device: Device, served: Iterable[Served]) -> dict[str, str]:
     """Format -> how its GEMMs run: by whom, natively or emulated and why."""
     summary = {}
-    rows = {row.formats: row for row in served if row.op != AttentionRequest.op}
+    rows = {row.formats: row for row in served if row.op == GemmRequest.op}
     native = "" if device.capabilities.vendor == "cpu" else "native, "
     for name in FORMATS:
         row = rows.get((name,))

@@ -5,16 +5,21 @@ run the same kernels:
 
     backend = default_registry().select("gemm_nt", GemmRequest.of(a, b, out_dtype), order=plan.kernels.get("gemm_nt"))
     y = backend.kernels.gemm_nt(a, b, out_dtype=out_dtype)
+
+Where a backend is passed over that a user's order names, or that is written for this GPU, one line says why (`Choice.notable`).
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
+
+import torch
 
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
 from primus_turbo_plugin.kernels.requests import Request
@@ -22,6 +27,8 @@ from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
 from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 
 RequestT = TypeVar("RequestT", bound=Request)
+
+_LOGGER = logging.getLogger(__name__)
 
 _BACKEND_MODULES = (
     "primus_turbo_plugin.kernels.torch_native.gemm",
@@ -53,6 +60,10 @@ def _plain_scales(request: Request) -> ScaleLayout:
     return "plain"
 
 
+def _not_written_for(request: Request) -> bool:
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backend(Generic[RequestT]):
     """One implementation of one op.
@@ -66,6 +77,7 @@ class Backend(Generic[RequestT]):
             them. Everything else is decoded first, which the report calls emulation.
         scale_layout: Layout in which a GEMM reads MX scales without a pass over them; it takes every other one too.
         tune: Gives `kernels` that take their configurations from a tuning table; None where there is nothing to tune.
+        written_for: Whether these kernels are for the very device of a request, so that their refusal is worth a line.
         note: What the report says beside the name: a price of every call that the name does not tell.
     """
 
@@ -76,6 +88,7 @@ class Backend(Generic[RequestT]):
     matrix_units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scale_layout: Callable[[RequestT], ScaleLayout] = _plain_scales
     tune: Callable[[TuningTable], Any] | None = None
+    written_for: Callable[[RequestT], bool] = _not_written_for
     note: str = ""
 
     @property
@@ -85,11 +98,19 @@ class Backend(Generic[RequestT]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Who serves a request. `backend` is None when nobody does; `refusals` are the reasons of those asked before."""
+    """Who serves a request.
+
+    Attributes:
+        request: The request.
+        backend: None when nobody serves it.
+        refusals: Backend -> reason, of those asked before.
+        notable: Of these, the ones that a user must hear of: backends that an order named, or that are written for this device.
+    """
 
     request: Request
     backend: Backend[Any] | None
     refusals: Mapping[str, str]
+    notable: Mapping[str, str] = field(default_factory=dict)
 
 
 class KernelRegistry:
@@ -158,6 +179,8 @@ class KernelRegistry:
                 f"kernels: no backend can do {request}. Allow another backend for {op!r}, or change what is asked.",
                 choice.refusals,
             )
+        for name, reason in choice.notable.items():
+            _say_passed_over(op, name, reason, choice.backend.name)
         return choice.backend
 
     def explain(self, device: str, orders: Mapping[str, Iterable[str]] | None = None) -> tuple[Choice, ...]:
@@ -185,11 +208,14 @@ class KernelRegistry:
             raise ConfigError(f"kernels: {op}: the order must name a backend. Known: {', '.join(known)}.")
         candidates = {name: self._candidate(op, name) for name in names}
         refusals: dict[str, str] = {}
+        notable: dict[str, str] = {}
         for name, backend in candidates.items():
             reason = backend.supports(request) if backend else f"has no kernels for {op!r}"
             if backend and reason is None:
-                return Choice(request=request, backend=backend, refusals=refusals)
+                return Choice(request=request, backend=backend, refusals=refusals, notable=notable)
             refusals[name] = str(reason)
+            if backend and (order is not None or backend.written_for(request)):
+                notable[name] = str(reason)
         return Choice(request=request, backend=None, refusals=refusals)
 
     def _candidate(self, op: str, name: str) -> Backend[Any] | None:
@@ -202,6 +228,15 @@ class KernelRegistry:
         if op not in self._by_op:
             raise ConfigError(f"kernels: {_unknown('op', op, self._by_op)}")
         return self._by_op[op]
+
+
+@functools.lru_cache(maxsize=256)
+def _say_passed_over(op: str, name: str, reason: str, chosen: str) -> None:
+    """One line in a process, on the first rank, for each (op, reason)."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
+        return
+    _LOGGER.warning("kernels: %s: %s is passed over, because it %s; %s serves instead.", op, name, reason, chosen)
 
 
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +23,7 @@ from primus_turbo_plugin.diagnostics.tables import WIDTH, ranges, section, table
 from primus_turbo_plugin.precision.config import TurboConfig
 from primus_turbo_plugin.precision.config_sources import ResolvedConfig
 from primus_turbo_plugin.precision.module_plan import ModulePlan
-from tests.diagnostics.machines import device
+from tests.diagnostics.machines import device, fake_backend, registry_with
 
 CONFIG = TurboConfig.from_dict(
     {
@@ -139,3 +142,13 @@ def test_table_aligns_columns_and_wraps_the_last_one_under_itself() -> None:
 
 def test_section_without_rows_has_no_title() -> None:
     assert section("Nothing", []) == []
+
+
+def test_a_kernel_written_for_this_gpu_that_does_not_serve_is_reported_with_its_reason() -> None:
+    def late(request: Any) -> str | None:
+        return "needs Triton 3.8 or later for gfx950's layouts in Gluon, found 3.6.0"
+
+    passed_over = dataclasses.replace(fake_backend("fast", late), written_for=lambda request: True)
+    text = startup_report([], device=device("gfx950"), registry=registry_with(passed_over))
+    assert re.search(r"kernels passed over\n +gemm_nt +fast +needs Triton 3\.8 or later for gfx950's layouts", text)
+    assert "passed over" not in startup_report([], device=device("cpu"))

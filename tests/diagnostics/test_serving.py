@@ -51,6 +51,13 @@ def test_a_format_without_units_is_emulated_whoever_multiplies_it() -> None:
     assert summary("gfx942")["mxfp8"].endswith("gfx942 has no MXFP8 matrix units")
 
 
+def test_scales_of_rows_times_scales_of_blocks_have_no_instruction() -> None:
+    backend = native("gfx950", "fp8", "mxfp8", "mxfp4")
+    assert emulation(device("gfx950"), ("mxfp8", "mxfp4"), backend) is None
+    for pair in (("fp8", "mxfp8"), ("mxfp4", "fp8")):
+        assert "units for " + " x ".join(pair) in str(emulation(device("gfx950"), pair, backend))
+
+
 def test_a_device_with_units_is_emulated_where_the_backend_decodes() -> None:
     """The reference decodes; to call its FP8 GEMM native would promise a speed-up it has not."""
     decoded = summary("sm90", only=("reference",))["fp8"]

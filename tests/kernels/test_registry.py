@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,25 @@ def test_when_nobody_can_the_error_holds_every_reason() -> None:
     assert refused.value.reasons == {"a": "needs gfx950", "b": "K must be a multiple of 128"}
     for word in ("gemm_nt", "bfloat16", "needs gfx950", "multiple of 128"):
         assert word in str(refused.value)
+
+
+def test_a_backend_that_is_passed_over_is_named_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """Where it is written for this device, or a user's order names it; others refuse silently, as every request has some."""
+    fast = dataclasses.replace(backend("fast", "needs Triton 3.8, found 3.6"), written_for=lambda request: True)
+    registry = KernelRegistry([fast, backend("elsewhere", "is for other GPUs"), backend("plain")])
+    for _ in range(3):
+        assert registry.select("gemm_nt", BF16_GEMM).name == "plain"
+    (line,) = caplog.messages
+    assert (
+        line == "kernels: gemm_nt: fast is passed over, because it needs Triton 3.8, found 3.6; plain serves instead."
+    )
+    registry.select("gemm_nt", FP4_GEMM, ["elsewhere", "plain"])
+    assert [message.split(";")[0] for message in caplog.messages[1:]] == [
+        "kernels: gemm_nt: elsewhere is passed over, because it is for other GPUs"
+    ]
+    (choice,) = {choice.backend.name: choice for choice in registry.explain("cpu") if choice.backend}.values()
+    assert choice.notable == {"fast": "needs Triton 3.8, found 3.6"}
+    assert choice.refusals.keys() == {"fast", "elsewhere"}
 
 
 def test_a_backend_outside_the_order_is_never_a_fallback() -> None:

@@ -81,5 +81,6 @@ BACKEND = Backend(
     kernels=sys.modules[__name__],
     supports=supports,
     matrix_units=MATRIX_UNITS,
+    written_for=lambda request: request.device == "cuda" and this_arch() in KERNELS,
     scale_layout=lambda request: "gfx950" if this_arch() == "gfx950" else "plain",
 )

@@ -84,4 +84,5 @@ BACKEND = Backend(
     kernels=sys.modules[__name__],
     supports=supports,
     matrix_units=MATRIX_UNITS,
+    written_for=lambda request: gemm.BACKEND.written_for(request.dense()),
 )
