@@ -373,6 +373,34 @@ def test_recomputation_repeats_dropout_and_gradients(rank_info: RankInfo) -> Non
         assert torch.equal(want, got)
 
 
+@ranks(world_size=1, megatron=True)
+def test_fp8_is_what_the_plan_or_megatrons_setting_says_also_under_recomputation(rank_info: RankInfo) -> None:
+    from megatron.core.tensor_parallel import checkpoint
+
+    from primus_turbo_plugin.precision.attention import AttentionPrecision
+    from primus_turbo_plugin.precision.module_plan import ModulePlan
+
+    start_megatron()
+    config = _config(attention_dropout=0.4, bf16=True, params_dtype=torch.bfloat16)
+    qkv = [x.detach().bfloat16().requires_grad_() for x in _qkv(config)]
+    plan = ModulePlan(attention=AttentionPrecision(format="fp8"))
+    module, plain = _turbo(config, plan=plan), _turbo(config)
+    config = _config(attention_dropout=0.4, bf16=True, params_dtype=torch.bfloat16)
+    config.fp8_dot_product_attention = True
+    asked = _turbo(config)
+
+    class Recomputed(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+            return checkpoint(lambda *x: module(*x, None), False, q, k, v)
+
+    want = _run(module, qkv, None)
+    for again in (_run(asked, qkv, None), _backward(Recomputed(), qkv)):
+        assert all(torch.equal(a, b) for a, b in zip(want, again))
+    for mine, exact in zip(want, _run(plain, qkv, None)):
+        error = ((mine - exact).float().square().mean().sqrt() / exact.float().square().mean().sqrt()).item()
+        assert 0.01 < error < 0.12  # dropout leaves fewer terms to average over
+
+
 def _backward(module: Any, qkv: list[Tensor]) -> list[Tensor]:
     """As `_run`; checkpointing wants `.backward()`."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
