@@ -116,9 +116,8 @@ def _depth_case(torch_device: str, kind: torch.dtype | QuantSpec, accumulate: bo
         else:
             operands.append(t.T)
             values.append(t.double())
-    start = 8.0 if accumulate else 0.0
     dy, x = (value.split(_COUNTS) for value in values)
-    wanted = torch.stack([left.T @ right for left, right in zip(dy, x)]).add(start).float()
+    wanted = torch.stack([left.T @ right for left, right in zip(dy, x)]).add(8.0 if accumulate else 0.0).float()
 
     def check(kernels: Any, device: torch.device) -> str | None:
         there = _groups(device)

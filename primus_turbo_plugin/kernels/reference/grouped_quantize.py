@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def grouped_quantize(
         ShapeError: x is not a 2D tensor of a supported dtype.
         ConfigError: A spec rounds stochastically and there is no key.
     """
-    return quantize_groups(dense, x, row_spec, col_spec, groups, padded, key=key, signs_seed=signs_seed)
+    return quantize_groups(_KERNELS, x, row_spec, col_spec, groups, padded, key=key, signs_seed=signs_seed)
 
 
 def quantize_groups(
@@ -79,22 +80,29 @@ def quantize_groups(
     key: RoundingKey | None,
     signs_seed: int,
 ) -> Copies:
-    """`grouped_quantize` by the dense quantisation of `kernels`, wherever blocks are small enough to belong to one expert."""
+    """`grouped_quantize` by a backend's parts.
+
+    Args:
+        kernels: Has `quantize`, the ordinary quantisation, for blocks that belong to one expert; `move_apart`; and `whole_axis`,
+            for FP8 scales that span an expert's tokens.
+        x: The rest as in `grouped_quantize`.
+    """
     for spec in (row_spec, col_spec):
         if spec is not None and spec.rounding == "stochastic" and key is None:
             raise ConfigError(
                 "grouped_quantize: rounding: stochastic needs a RoundingKey, got none. Pass key=, or set rounding to nearest."
             )
-    random = {"key": key, "signs_seed": signs_seed}
+    row_spans = row_spec is not None and row_spec.block_shape[0] == 0
+    col_spans = col_spec is not None and col_spec.block_shape[1] == 0
     row = col = None
-    if row_spec is not None:
-        row = _row_copy(kernels, x, row_spec, groups, random)
-    if col_spec is not None:
-        apart = move_apart(x, groups, padded)
-        if col_spec.block_shape[1] == 0:
-            col = _whole_axis(apart, col_spec, padded, columnwise=True, **random)
-        else:
-            col = kernels.quantize(apart, col_spec, columnwise=True, **random)
+    if row_spans or col_spans:
+        specs = (row_spec if row_spans else None, col_spec if col_spans else None)
+        row, col = kernels.whole_axis(x, *specs, groups, padded, key=key, signs_seed=signs_seed)
+    if row_spec is not None and not row_spans:
+        row = _row_copy(kernels, x, row_spec, groups, key, signs_seed)
+    if col_spec is not None and not col_spans:
+        apart = kernels.move_apart(x, groups, padded)
+        col = kernels.quantize(apart, col_spec, columnwise=True, key=key, signs_seed=signs_seed)
     return row, col
 
 
@@ -105,24 +113,44 @@ def move_apart(x: Tensor, groups: Groups, padded: Groups) -> Tensor:
     return x.new_zeros(padded.total, x.shape[1]).index_copy_(0, groups.places_in(padded), x)
 
 
-def _row_copy(kernels: Any, x: Tensor, spec: QuantSpec, groups: Groups, random: dict[str, Any]) -> QuantizedTensor:
+def _row_copy(
+    kernels: Any, x: Tensor, spec: QuantSpec, groups: Groups, key: RoundingKey | None, signs_seed: int
+) -> QuantizedTensor:
     height = spec.block_shape[0]
     if height == 1:
-        copy: QuantizedTensor = kernels.quantize(x, spec, **random)
+        copy: QuantizedTensor = kernels.quantize(x, spec, key=key, signs_seed=signs_seed)
         return copy
-    if height == 0:
-        return _whole_axis(x, spec, groups, columnwise=False, **random)
     padded = groups.padded(height)
-    apart = kernels.quantize(move_apart(x, groups, padded), spec, **random)
+    apart = kernels.quantize(kernels.move_apart(x, groups, padded), spec, key=key, signs_seed=signs_seed)
     places, wanted = groups.places_in(padded), rows_spec(spec)
     scale = repeat_scale(apart, wanted).index_select(0, places)
-    return replace(apart, data=apart.data.index_select(0, places), block_scale=scale, spec=wanted, shape=tuple(x.shape))
+    data = apart.data.index_select(0, places)
+    return replace(apart, data=data, block_scale=scale, spec=wanted, shape=(x.shape[0], x.shape[1]))
+
+
+def whole_axis(
+    x: Tensor,
+    row_spec: QuantSpec | None,
+    col_spec: QuantSpec | None,
+    groups: Groups,
+    padded: Groups,
+    *,
+    key: RoundingKey | None,
+    signs_seed: int,
+) -> Copies:
+    """FP8 with a scale for an expert's operand (`tensorwise`) or, columnwise, for a feature of it (`rowwise`)."""
+    row = col = None
+    if row_spec is not None:
+        row = _whole_axis(x, row_spec, groups, columnwise=False, key=key, signs_seed=signs_seed)
+    if col_spec is not None:
+        apart = move_apart(x, groups, padded)
+        col = _whole_axis(apart, col_spec, padded, columnwise=True, key=key, signs_seed=signs_seed)
+    return row, col
 
 
 def _whole_axis(
     x: Tensor, spec: QuantSpec, groups: Groups, *, columnwise: bool, key: RoundingKey | None, signs_seed: int
 ) -> QuantizedTensor:
-    """FP8 with a scale for an expert's operand (`tensorwise`) or for one feature of it (`rowwise` of a columnwise copy)."""
     rows, features = x.shape
     wanted = depth_spec(spec) if columnwise else rows_spec(spec)
     shape = (features, rows) if columnwise else (rows, features)
@@ -188,5 +216,7 @@ def supports(request: GroupedQuantizeRequest) -> str | None:
         return f"quantises bf16, fp16 and fp32, not {request.dtype}"
     return None
 
+
+_KERNELS = SimpleNamespace(quantize=dense.quantize, move_apart=move_apart, whole_axis=whole_axis)
 
 BACKEND = Backend(name="reference", request=GroupedQuantizeRequest, kernels=sys.modules[__name__], supports=supports)

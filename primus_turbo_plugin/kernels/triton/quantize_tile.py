@@ -35,7 +35,8 @@ def _load(x_ptr, rows, cols, stride_row, stride_col, BLOCK_M: tl.constexpr, BLOC
 
 
 @triton.jit
-def _rotated(v, signs_ptr, META: tl.constexpr):
+def rotated(v, signs_ptr, META: tl.constexpr):
+    """A tile `[outer, contraction]` rotated as the copy's spec says."""
     if META.hadamard:
         v = rotate_tile(v, signs_ptr, META.hadamard, META.log2_hadamard, META.rotation_factor)
     return v
@@ -44,7 +45,7 @@ def _rotated(v, signs_ptr, META: tl.constexpr):
 @triton.jit
 def _amax_of_copy(v, signs_ptr, amax_ptr, outer0, outer_size, META: tl.constexpr):
     """Fold the tile's amax (as bits) into amax_ptr, `[outer]` or `[1]`."""
-    bits = abs_bits(_rotated(v, signs_ptr, META))
+    bits = abs_bits(rotated(v, signs_ptr, META))
     row_amax = tl.max(bits, axis=1)
     if META.block_outer == 1:
         outer = outer0 + tl.arange(0, v.shape[0])
@@ -65,7 +66,7 @@ def _block_amax(bits, META: tl.constexpr):
 
 
 @triton.jit
-def _per_element(scale, outer: tl.constexpr, contraction: tl.constexpr):
+def per_element(scale, outer: tl.constexpr, contraction: tl.constexpr):
     """Repeat `[outer blocks, contraction blocks]` over the elements of a tile."""
     rows: tl.constexpr = scale.shape[0]
     cols: tl.constexpr = scale.shape[1]
@@ -74,7 +75,7 @@ def _per_element(scale, outer: tl.constexpr, contraction: tl.constexpr):
 
 
 @triton.jit
-def _scale_of_tile(bits, amax_ptr, outer0, outer_size, META: tl.constexpr):
+def scale_of_tile(bits, amax_ptr, outer0, outer_size, META: tl.constexpr):
     """The tile's scales as stored: E8M0 bytes or fp32, `[outer blocks, contraction blocks]`."""
     if META.block_contraction == 0:
         if META.block_outer == 1:
@@ -91,7 +92,8 @@ def _scale_of_tile(bits, amax_ptr, outer0, outer_size, META: tl.constexpr):
 
 
 @triton.jit
-def _random_words(outer0, contraction0, padded, k0, k1, c2, c3, OUTER: tl.constexpr, CONTRACTION: tl.constexpr):
+def random_words_of_tile(outer0, contraction0, padded, k0, k1, c2, c3, OUTER: tl.constexpr, CONTRACTION: tl.constexpr):
+    """Random bits of a tile's elements, by their places in the copy."""
     outer = outer0.to(tl.int64) + tl.arange(0, OUTER)
     group = contraction0 // 4 + tl.arange(0, CONTRACTION // 4)
     counter = outer[:, None] * ((padded + 3) // 4) + group[None, :]
@@ -99,7 +101,8 @@ def _random_words(outer0, contraction0, padded, k0, k1, c2, c3, OUTER: tl.conste
 
 
 @triton.jit
-def _store_codes(codes, data_ptr, outer0, contraction0, outer_size, padded, META: tl.constexpr):
+def store_codes(codes, data_ptr, outer0, contraction0, outer_size, padded, META: tl.constexpr):
+    """Pack a tile's codes and store those inside the copy."""
     outer = outer0 + tl.arange(0, codes.shape[0])
     width: tl.constexpr = codes.shape[1] // META.codes_per_byte
     if META.codes_per_byte == 2:
@@ -134,21 +137,21 @@ def _quantize_copy(
     v, signs_ptr, data_ptr, scale_ptr, amax_ptr, outer0, contraction0, outer_size, padded, k0, k1, c2, c3, META: tl.constexpr
 ):  # fmt: skip
     """Quantise one orientation `[outer, contraction]` of the tile."""
-    v = _rotated(v, signs_ptr, META)
-    scale = _scale_of_tile(abs_bits(v), amax_ptr, outer0, outer_size, META)
+    v = rotated(v, signs_ptr, META)
+    scale = scale_of_tile(abs_bits(v), amax_ptr, outer0, outer_size, META)
     _store_scale(scale, scale_ptr, outer0, contraction0, outer_size, padded, META)
     if META.is_mx:
-        v = v * _per_element(mx_reciprocal(scale), v.shape[0], v.shape[1])
-        valid = _per_element(scale, v.shape[0], v.shape[1]) != 255
+        v = v * per_element(mx_reciprocal(scale), v.shape[0], v.shape[1])
+        valid = per_element(scale, v.shape[0], v.shape[1]) != 255
     else:
-        wide = _per_element(scale, v.shape[0], v.shape[1])
+        wide = per_element(scale, v.shape[0], v.shape[1])
         v = tl.div_rn(v, wide)
         valid = wide == wide
     words = None
     if META.stochastic:
-        words = _random_words(outer0, contraction0, padded, k0, k1, c2, c3, v.shape[0], v.shape[1])
+        words = random_words_of_tile(outer0, contraction0, padded, k0, k1, c2, c3, v.shape[0], v.shape[1])
     codes = round_codes(tl.where(valid, v, 0.0), words, META)
-    _store_codes(tl.where(valid, codes, 0), data_ptr, outer0, contraction0, outer_size, padded, META)
+    store_codes(tl.where(valid, codes, 0), data_ptr, outer0, contraction0, outer_size, padded, META)
 
 
 @triton.jit
