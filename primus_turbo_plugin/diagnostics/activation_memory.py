@@ -14,8 +14,9 @@ scale for all tokens) they keep the BF16 input. A norm in front keeps its own in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from primus_turbo_plugin.communication.quantized import shards_align
 from primus_turbo_plugin.diagnostics.model_sizes import LinearSizes, ModelSizes, linears_of
@@ -126,25 +127,37 @@ class LayerKeeps:
         return sum(item.bf16_nbytes for item in self.linears)
 
 
-def predict(sizes: ModelSizes, layout: Layout, plans: Iterable[ModulePlan]) -> list[LayerKeeps]:
+def predict(
+    sizes: ModelSizes,
+    layout: Layout,
+    plans: Iterable[ModulePlan],
+    others: Mapping[str, Callable[[ModulePlan], LinearKeeps]] | None = None,
+) -> list[LayerKeeps]:
     """What the linears of every decoder layer keep on one rank, for one microbatch; layers that keep the same together.
 
     Args:
-        sizes: A dense decoder.
+        sizes: A dense decoder, or the dense part of one.
         layout: How a microbatch lies on a rank.
-        plans: Of the linears of the decoder's layers; others are passed over.
+        plans: Of the linears of the decoder's layers; those of other modules are passed over.
+        others: Linears of other kinds of layers, `experts.linear_fc1` -> the prediction under a plan (`expert_memory`).
     """
-    linears = {linear.name: linear for linear in linears_of(sizes, layout.tp)}
+    linears: dict[str, Callable[[ModulePlan], LinearKeeps]] = {
+        linear.name: partial(_keeps, linear, layout) for linear in linears_of(sizes, layout.tp)
+    }
+    linears |= others or {}
     by_layer: dict[int, dict[str, LinearKeeps]] = {}
     for plan in plans:
-        place = re.fullmatch(r"decoder\.layers\.(\d+)\.(?:self_attention|mlp)\.(\w+)", plan.path)
+        place = re.fullmatch(r"decoder\.layers\.(\d+)\.(?:self_attention|mlp)\.([\w.]+)", plan.path)
         if place and place[2] in linears:
-            keeps = linear_keeps(linears[place[2]], plan.recipe, plan.precision, layout)
-            by_layer.setdefault(int(place[1]), {})[place[2]] = keeps
+            by_layer.setdefault(int(place[1]), {})[place[2]] = linears[place[2]](plan)
     groups: dict[tuple[LinearKeeps, ...], list[int]] = {}
     for layer, found in sorted(by_layer.items()):
         groups.setdefault(tuple(found[name] for name in linears if name in found), []).append(layer)
     return [LayerKeeps(layers=tuple(layers), linears=kept) for kept, layers in groups.items()]
+
+
+def _keeps(linear: LinearSizes, layout: Layout, plan: ModulePlan) -> LinearKeeps:
+    return linear_keeps(linear, plan.recipe, plan.precision, layout)
 
 
 def totals(groups: Sequence[LayerKeeps]) -> tuple[int, int]:

@@ -8,6 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from primus_turbo_plugin.diagnostics.activation_memory import LayerKeeps, Layout, predict, rest_of_layer, totals
+from primus_turbo_plugin.diagnostics.expert_memory import (
+    MODELS,
+    ExpertSizes,
+    add_expert_arguments,
+    expert_predictions,
+    experts_of_arguments,
+    linears_of_experts,
+    rest_of_model,
+)
 from primus_turbo_plugin.diagnostics.model_sizes import ModelSizes, add_size_arguments, linears_of, sizes_of_arguments
 from primus_turbo_plugin.diagnostics.tables import ranges, section
 from primus_turbo_plugin.errors import ConfigError
@@ -21,6 +30,7 @@ HELP = "what a model's linears keep for backward under a recipe, against BF16 (p
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `memory`."""
     add_size_arguments(parser)
+    add_expert_arguments(parser)
     parser.add_argument("--num-layers", type=int, metavar="N", help="decoder layers; of --model where left out")
     parser.add_argument("--in-flight", type=int, default=1, metavar="N", help="microbatches kept at once (%(default)s)")
     parser.add_argument("--sequence-parallel", action="store_true", help="each rank holds its share of the tokens")
@@ -32,31 +42,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Runs the command; returns its exit code."""
     config = resolve(args, environ).config
-    sizes = sizes_of_arguments(args, num_layers=args.num_layers)
+    dense_parts = {name: model for name, (model, _) in MODELS.items()}
+    sizes = sizes_of_arguments(args, dense_parts, num_layers=args.num_layers)
+    experts = experts_of_arguments(args)
     if min(args.tokens, args.tp, args.in_flight) < 1:
         raise ConfigError("--tokens, --tp and --in-flight must be at least 1.")
     if args.sequence_parallel and args.tokens % args.tp:
         raise ConfigError(f"--tokens {args.tokens} must divide by --tp {args.tp} with --sequence-parallel.")
     layout = Layout(tokens=args.tokens, tp=args.tp, sequence_parallel=args.sequence_parallel)
-    groups = predict(sizes, layout, plans_of_sizes(config, sizes))
+    groups = predict(sizes, layout, plans_of_sizes(config, sizes, experts), expert_predictions(sizes, layout, experts))
     if args.json:
-        print(json.dumps(to_plain(sizes, layout, groups, args.in_flight), indent=2))
+        print(json.dumps(to_plain(sizes, layout, groups, args.in_flight, experts), indent=2))
     else:
-        print("\n".join(memory_lines(sizes, layout, groups, in_flight=args.in_flight)))
+        print("\n".join(memory_lines(sizes, layout, groups, in_flight=args.in_flight, experts=experts)))
     return 0
 
 
-def plans_of_sizes(config: TurboConfig, sizes: ModelSizes) -> list[ModulePlan]:
-    """The plans of all linears of a dense decoder."""
+def plans_of_sizes(config: TurboConfig, sizes: ModelSizes, experts: ExpertSizes | None = None) -> list[ModulePlan]:
+    """The plans of all linears of a decoder, dense or with experts."""
     count = sizes.num_layers
+    dense = linears_of(sizes)
+    sparse = dense if experts is None else (*dense[:2], *linears_of_experts(sizes, experts))
+    first_dense = 0 if experts is None else experts.first_dense
     return [
         config.plan(linear.path.replace("*", str(layer)), layer, count)
         for layer in range(count)
-        for linear in linears_of(sizes)
+        for linear in (dense if layer < first_dense else sparse)
     ]
 
 
-def memory_lines(sizes: ModelSizes, layout: Layout, groups: Sequence[LayerKeeps], *, in_flight: int = 1) -> list[str]:
+def memory_lines(
+    sizes: ModelSizes,
+    layout: Layout,
+    groups: Sequence[LayerKeeps],
+    *,
+    in_flight: int = 1,
+    experts: ExpertSizes | None = None,
+) -> list[str]:
     """The report: one table a group of layers, then the model."""
     lines = [f"Kept for backward on one rank, a microbatch of {layout.tokens} tokens{_split(layout)}; predicted"]
     for group in groups:
@@ -70,8 +92,8 @@ def memory_lines(sizes: ModelSizes, layout: Layout, groups: Sequence[LayerKeeps]
         )
         lines += ["", *section(_which(group).capitalize(), rows)]
     kept, in_bf16 = (in_flight * nbytes for nbytes in totals(groups))
-    rest = rest_of_layer(sizes, layout)
-    others = in_flight * sum(rest.values()) * sum(len(group.layers) for group in groups)
+    rest = rest_of_model(sizes, layout, experts, sum(len(group.layers) for group in groups))
+    others = in_flight * sum(rest.values())
     model = [
         ("", "BF16", "kept", ""),
         ("linears", size(in_bf16), size(kept), less(kept, in_bf16)),
@@ -83,7 +105,12 @@ def memory_lines(sizes: ModelSizes, layout: Layout, groups: Sequence[LayerKeeps]
 
 
 def startup_rows(
-    sizes: ModelSizes, layout: Layout, plans: Iterable[ModulePlan], *, per_token: bool
+    sizes: ModelSizes,
+    layout: Layout,
+    plans: Iterable[ModulePlan],
+    *,
+    per_token: bool,
+    experts: ExpertSizes | None = None,
 ) -> list[tuple[str, str]]:
     """A few lines for the start-up report.
 
@@ -92,8 +119,9 @@ def startup_rows(
         layout: A microbatch; where its tokens are not known, one of which everything is a multiple.
         plans: Of the linears.
         per_token: Whether to give figures a token, since the microbatch is not known.
+        experts: Of the layers that have them.
     """
-    groups = predict(sizes, layout, plans)
+    groups = predict(sizes, layout, plans, expert_predictions(sizes, layout, experts))
     kept, in_bf16 = totals(groups)
     if not groups or kept == in_bf16:
         return []
@@ -105,7 +133,13 @@ def startup_rows(
     return [*rows, ("all layers", f"{figure(kept)}, in BF16 {figure(in_bf16)}: {less(kept, in_bf16)}")]
 
 
-def to_plain(sizes: ModelSizes, layout: Layout, groups: Sequence[LayerKeeps], in_flight: int) -> dict[str, Any]:
+def to_plain(
+    sizes: ModelSizes,
+    layout: Layout,
+    groups: Sequence[LayerKeeps],
+    in_flight: int,
+    experts: ExpertSizes | None = None,
+) -> dict[str, Any]:
     """Plain data for `--json`; bytes of one microbatch unless said."""
     kept, in_bf16 = totals(groups)
     return {
@@ -133,6 +167,9 @@ def to_plain(sizes: ModelSizes, layout: Layout, groups: Sequence[LayerKeeps], in
         "linears_bytes": kept,
         "linears_bf16_bytes": in_bf16,
         "rest_of_layer_estimate_bytes": rest_of_layer(sizes, layout),
+        "rest_of_model_estimate_bytes": rest_of_model(
+            sizes, layout, experts, sum(len(group.layers) for group in groups)
+        ),
     }
 
 

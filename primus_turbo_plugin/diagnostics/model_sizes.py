@@ -70,17 +70,16 @@ MODELS: Mapping[str, ModelSizes] = {
 }
 
 
-def model_sizes(name: str) -> ModelSizes:
-    """The sizes of a model by name.
+def model_sizes(name: str, others: Mapping[str, ModelSizes] | None = None) -> ModelSizes:
+    """The sizes of a model by name: one of `MODELS`, or of `others`.
 
     Raises:
         ConfigError: No model of that name; names the nearest.
     """
-    if name not in MODELS:
-        raise ConfigError(
-            f"--model: no sizes are known of {name!r}{nearest(name, MODELS)}. Known: {', '.join(MODELS)}."
-        )
-    return MODELS[name]
+    known = {**MODELS, **(others or {})}
+    if name not in known:
+        raise ConfigError(f"--model: no sizes are known of {name!r}{nearest(name, known)}. Known: {', '.join(known)}.")
+    return known[name]
 
 
 def linears_of(sizes: ModelSizes, tp: int = 1) -> tuple[LinearSizes, ...]:
@@ -147,12 +146,14 @@ def add_size_arguments(group: argparse._ActionsContainer) -> None:
     group.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (%(default)s)")
 
 
-def sizes_of_arguments(args: argparse.Namespace, **others: int | None) -> ModelSizes:
-    """The model that these arguments describe.
+def sizes_of_arguments(
+    args: argparse.Namespace, models: Mapping[str, ModelSizes] | None = None, **others: int | None
+) -> ModelSizes:
+    """The model that these arguments describe; `models` are known beside `MODELS`.
 
     Raises:
         ConfigError: As `model_sizes` and `override`.
     """
-    base = model_sizes(args.model) if args.model else None
+    base = model_sizes(args.model, models) if args.model else None
     given = {name: getattr(args, name) for name in ("hidden", "ffn", "heads", "groups", "head_dim")}
     return override(base, **given, **others, gated=False if args.no_gate else None)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from primus_turbo_plugin.diagnostics.activation_memory import Layout
+from primus_turbo_plugin.diagnostics.expert_memory import ExpertSizes
 from primus_turbo_plugin.diagnostics.memory_report import startup_rows
 from primus_turbo_plugin.diagnostics.model_sizes import ModelSizes
 from primus_turbo_plugin.precision.module_plan import ModulePlan
@@ -16,13 +17,13 @@ _TOKENS_PER_RANK = 4096
 
 
 def memory_rows(config: Any, plans: Iterable[ModulePlan]) -> list[tuple[str, str]]:
-    """Predicted figures of one rank and microbatch; none for models whose layers are not dense GPT layers.
+    """Predicted figures of one rank and microbatch, experts evenly loaded; none for latent attention.
 
     Args:
         config: A `TransformerConfig`.
         plans: Of the model's linears.
     """
-    if config.num_moe_experts is not None or config.multi_latent_attention:
+    if config.multi_latent_attention:
         return []
     tp = config.tensor_model_parallel_size
     tokens = _tokens(config)
@@ -31,7 +32,7 @@ def memory_rows(config: Any, plans: Iterable[ModulePlan]) -> list[tuple[str, str
         tp=tp,
         sequence_parallel=config.sequence_parallel,
     )
-    rows = startup_rows(_sizes(config), layout, plans, per_token=tokens is None)
+    rows = startup_rows(_sizes(config), layout, plans, per_token=tokens is None, experts=_experts(config))
     if rows and config.recompute_granularity is not None:
         rows.append(
             (
@@ -59,4 +60,18 @@ def _sizes(config: Any) -> ModelSizes:
         groups=config.num_query_groups or config.num_attention_heads,
         head_dim=config.kv_channels,
         gated=config.gated_linear_unit,
+    )
+
+
+def _experts(config: Any) -> ExpertSizes | None:
+    if config.num_moe_experts is None:
+        return None
+    return ExpertSizes(
+        experts=config.num_moe_experts,
+        topk=config.moe_router_topk,
+        ffn=config.moe_ffn_hidden_size,
+        shared_ffn=config.moe_shared_expert_intermediate_size or 0,
+        ep=config.expert_model_parallel_size,
+        etp=config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
+        grouped=config.moe_grouped_gemm,
     )
