@@ -23,6 +23,8 @@ _FIRST_NAN = {"e4m3": 0x7F, "e5m2": 0x7C}
 """Magnitude codes from here on are NaN, or Inf."""
 _SCRATCH_ROW_ELEMENTS = 8
 """Rows of a decoded copy start at multiples of 16 bytes."""
+_DECODED_BY_16 = 1 << 20
+"""Most rows decoded 16 by a program: CUDA has 65,535 programs along a grid's second axis. All experts' weights may have more."""
 _WIDE_OFFSET = 1 << 30
 """Elements from a tile's corner from which offsets are computed in 64 bits; half of what 32 bits hold."""
 _ON_ROCM = torch.version.hip is not None
@@ -226,7 +228,7 @@ def _decode(name: str, operand: QuantizedTensor, meta: Any, length: int, width: 
     """Fills scratch with bf16 `[outer, length]`: MX values, or FP8 codes without their fp32 scales."""
     from primus_turbo_plugin.kernels.triton.gemm_decode import decode_kernel
 
-    rows, block_k = 16, 256
+    rows, block_k = 16 if operand.outer <= _DECODED_BY_16 else 64, 256
     args = {
         "data_ptr": Slot(f"{name}_codes"), "scale_ptr": Slot(f"{name}_scale"), "out_ptr": Slot(f"{name}_scratch"),
         "rows": operand.outer, "length": length, "stored": operand.padded_contraction,

@@ -74,7 +74,7 @@ def plan_depth(
     left, right, calls, tensors = _sources(a, b, replace(key.dense, contraction=groups.total), config)
     args: dict[str, Any] = {
         "a_ptr": Slot("a"), "a_scale": Slot("a_scale"), "b_ptr": Slot("b"), "b_scale": Slot("b_scale"), "out_ptr": out,
-        "offsets_ptr": groups.offsets, "M": rows, "N": cols, "a_stored": left.stored, "b_stored": right.stored,
+        "offsets_ptr": groups.offsets, "M": rows, "N": cols, "a_stored": _stored(a, left), "b_stored": _stored(b, right),
         "stride_am": left.strides[0], "stride_ak": left.strides[1], "stride_bn": right.strides[0],
         "stride_bk": right.strides[1], "stride_og": out.stride(0), "stride_om": out.stride(1),
     }  # fmt: skip
@@ -128,6 +128,11 @@ def _described(name: str, source: Source, block: int, config: GemmConfig) -> Slo
     if source.outer:
         return Slot(name, (config.block_k, block), turned=True)
     return Slot(name, (block, config.block_k))
+
+
+def _stored(operand: Operand, source: Source) -> int:
+    """Stored contraction, from which scales' places follow; a constant for plain tensors, whose length differs in every step."""
+    return source.stored if isinstance(operand, QuantizedTensor) else 0
 
 
 def _scales_a_group(b: Operand, cols: int) -> int:
