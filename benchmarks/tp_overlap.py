@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 benchmarks/tp_overlap.py --json rows.jsonl          about nine minutes on 2 H200
     torchrun --nproc-per-node 2 benchmarks/tp_overlap.py --device cpu --scale 64    does it run? (times mean nothing)
 
-Shapes are those of Llama-3 8B and 70B layers over 8192 tokens, weights sharded over two ranks or, on the same two, as over eight,
-which gives about TP=8's ratio of compute to communication.
+Shapes are those of Llama-3 8B and 70B layers over 8192 tokens (`_tp_shapes.py`): real shards on 4 and 8 ranks; on two also those
+of eight, which gives about TP=8's ratio of compute to communication. "captured" replays the same call from a CUDA graph.
 
     ms        median of back-to-back calls on the compute stream, slowest rank [20th, 80th percentile]
     x         baseline / ms; baseline: the library's collective then one GEMM, or one GEMM then the collective
@@ -17,6 +17,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import functools
+import itertools
 import json
 import math
 import os
@@ -32,6 +35,7 @@ from torch import Tensor
 
 from benchmarks._ranks import Ranks, Row, Timing, geometric_mean, relative_error
 from benchmarks._tp_layer import layer_rows
+from benchmarks._tp_shapes import TOKENS, shapes_of
 from primus_turbo_plugin.communication.costs import costs_of
 from primus_turbo_plugin.communication.opening import describe
 from primus_turbo_plugin.communication.overlap import Overlap, Payload
@@ -43,10 +47,6 @@ from primus_turbo_plugin.communication.transports.shared_memory import SharedMem
 with contextlib.suppress(ImportError):
     import torch.distributed._symmetric_memory
 
-TOKENS = 8192
-GATHERS = ((4096, 14336), (8192, 5120), (8192, 1280), (4096, 3584), (8192, 7168))  # (K, N / ranks)
-SCATTERS = ((7168, 4096), (4096, 8192), (3584, 8192), (1792, 4096))  # (K / ranks, N)
-BULKS = ((8192, 1280), (4096, 3584), (8192, 5120))  # (hidden, N of the GEMM above it)
 TOLERANCE = 2e-2  # two roundings to bf16 of sums of a few thousand terms
 _KINDS = {"sdma": SdmaTransport, "process_group": ProcessGroupTransport, "shared_memory": SharedMemoryTransport}
 
@@ -66,10 +66,15 @@ class Bench:
         ranks: This process among the others.
         transport: Of the overlap.
         iterations: Calls timed a variant.
+        dtype: Of the operands.
+        json_path: Rows are appended to this file as they come.
     """
 
-    def __init__(self, ranks: Ranks, transport: Transport, iterations: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, ranks: Ranks, transport: Transport, iterations: int, dtype: torch.dtype, json_path: str | None
+    ) -> None:
         self.ranks, self.transport, self.iterations, self.dtype = ranks, transport, iterations, dtype
+        self.json_path = json_path
         self.overlap = Overlap(transport, costs=costs_of(ranks.device))
         self.rows: list[Row] = []
 
@@ -149,6 +154,23 @@ class Bench:
     def _keep(self, row: Row) -> None:
         self.rows.append(row)
         self.ranks.say(row.text())
+        self.write([row])
+
+    def write(self, rows: list[Row]) -> None:
+        """Appends rows to the file, if there is one."""
+        if self.json_path and self.ranks.rank == 0:
+            with Path(self.json_path).open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({**row.plain(), "ranks": self.ranks.size}) + "\n" for row in rows)
+
+    def _everyone_at_once(self, x: Tensor) -> Callable[[], object]:
+        """The gather with a lane a peer, which is what ranks with a link to each peer want."""
+        return lambda: self.parallel.start_gather(Payload.plain(x)).wait()
+
+    @functools.cached_property
+    def parallel(self) -> Overlap:
+        """An overlap that takes the peers for directly linked."""
+        costs = self.overlap.costs
+        return Overlap(self.transport, costs=None if costs is None else dataclasses.replace(costs, switched=False))
 
     def gather(self, tokens: int, k: int, n: int) -> None:
         """y = AG(x) @ w.T."""
@@ -180,6 +202,8 @@ class Bench:
             "library's all-gather alone": lambda: library.all_gather(full, xs[0]),
             "ours alone": lambda: self.overlap.start_gather(Payload.plain(xs[0])).wait(),
         }
+        if size > 2:
+            alone["ours alone, all peers at once"] = self._everyone_at_once(xs[0])
         variants = [Variant(f"{library.name}, then GEMM", sequential), Variant("torch fused_all_gather_matmul", fused)]
         variants += self._chunked(ours)
         self.compare("AG+GEMM", f"{tokens}x{k}x{n}", alone, variants, (tokens, n))
@@ -234,7 +258,27 @@ class Bench:
             return run
 
         found = [Variant("ours", fixed(None))]
+        if self.transport.capabilities.name == "sdma":
+            found.append(Variant("ours, captured", self._captured(fixed(None))))
         return found + [Variant(f"ours, {chunks} chunk(s)", fixed(chunks)) for chunks in (1, 2, 4)]
+
+    @staticmethod
+    def _captured(run: Callable[[int, Tensor | None], Tensor]) -> Callable[[int, Tensor | None], Tensor]:
+        """A graph for each set of inputs, captured at its first use; the outputs are the graph's own."""
+        graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+        def replay(i: int, out: Tensor | None) -> Tensor:
+            if i not in graphs:
+                run(i, None)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                    graphs[i] = graph, run(i, None)
+            graph, result = graphs[i]
+            graph.replay()
+            return result if out is None else out.copy_(result)
+
+        return replay
 
     def bulk(self, tokens: int, k: int, n: int) -> None:
         """AG or RS of [tokens, k] under an unrelated GEMM [tokens, k] x [k, n]."""
@@ -309,7 +353,9 @@ class Bench:
             large = [r for r in ours if r.kind == kind and gemms[r.kind, r.shape] >= 0.5 and r.hidden is not None]
             shares = ", ".join(f"{r.shape} {r.hidden:.2f}" for r in large)
             say(f"{kind} hidden where the GEMM takes 0.5 ms or more (asked: {least}): {shares or 'none measured'}")
-        say(f"host time a call, worst: {max(r.timing.host_us for r in ours):.0f} us (asked: 150 us)")
+        captured = [r.timing.host_us for r in fused if r.variant == "ours, captured" and r.timing]
+        graph = f"; from a CUDA graph {max(captured):.0f} us" if captured else ""
+        say(f"host time a call, worst: {max(r.timing.host_us for r in ours):.0f} us{graph} (asked: 150 us)")
 
 
 class _Library:
@@ -328,6 +374,14 @@ class _Library:
         return self._scatter(out, x, group=self.group, async_op=async_op)
 
 
+def open_transport(ranks: Ranks, name: str | None, *, memory: str | None = None) -> Transport:
+    """The transport of that name, or the device's usual one."""
+    kind = name or ("sdma" if ranks.device.type == "cuda" else "shared_memory")
+    group = ranks.control if ranks.shares_gpu else ranks.group
+    how = {"memory": memory} if kind == "sdma" else {}
+    return _KINDS[kind](group, ranks.device, **how)  # type: ignore[no-any-return]
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -344,34 +398,30 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     ranks = Ranks(options.device, options.budget)
-    kind = options.transport or ("sdma" if options.device == "cuda" else "shared_memory")
-    group, how = (ranks.control if ranks.shares_gpu else ranks.group), {}
-    if kind == "sdma":
-        how = {"memory": options.memory}
-    transport = _KINDS[kind](group, ranks.device, **how)
+    transport = open_transport(ranks, options.transport, memory=options.memory)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    bench = Bench(ranks, transport, options.iterations, dtype)
+    bench = Bench(ranks, transport, options.iterations, dtype, options.json)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU (no times worth reading)"
     ranks.say(f"{name}, {ranks.size} ranks, torch {torch.__version__}, hip {torch.version.hip}")
     ranks.say("\n".join(describe(bench.overlap, None)))
     parts = options.parts.split(",")
-    tokens, scale = TOKENS // options.scale, options.scale
+    tokens, scale, shapes = TOKENS // options.scale, options.scale, shapes_of(ranks.size)
     if "fused" in parts:
-        for i in range(max(len(GATHERS), len(SCATTERS))):  # in turn, so that a time-out leaves both kinds measured
-            if i < len(GATHERS):
-                bench.gather(tokens, GATHERS[i][0] // scale, GATHERS[i][1] // scale)
-            if i < len(SCATTERS):
-                bench.scatter(tokens, SCATTERS[i][0] // scale, SCATTERS[i][1] // scale)
+        for gather, scatter in itertools.zip_longest(
+            shapes.gathers, shapes.scatters
+        ):  # a time-out leaves both measured
+            for measure, shape in ((bench.gather, gather), (bench.scatter, scatter)):
+                if shape is not None:
+                    measure(tokens, *(max(size // scale, 2) for size in shape))
     if "bulk" in parts:
-        for k, n in BULKS:
-            bench.bulk(tokens, k // scale, n // scale)
+        for shape in shapes.bulks:
+            bench.bulk(tokens, *(max(size // scale, 2) for size in shape))
     bench.overlap.chunks = None
     if "layer" in parts:
-        bench.rows += layer_rows(ranks, bench.overlap, dtype, tokens=tokens, scale=scale, iterations=options.iterations)
+        for rows in layer_rows(ranks, bench.overlap, dtype, tokens=tokens, scale=scale, iterations=options.iterations):
+            bench.rows += rows
+            bench.write(rows)
     bench.summary()
-    if options.json and ranks.rank == 0:
-        with Path(options.json).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row.plain()) + "\n" for row in bench.rows)
     ranks.synchronize()
     dist.barrier(group=ranks.control)
     sys.stdout.flush()
