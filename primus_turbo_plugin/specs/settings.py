@@ -34,6 +34,8 @@ _DELAYED_ONLY = {
     "fp8_amax_compute_algo": "most_recent",
     "tp_only_amax_red": False,
 }
+#: Megatron's optimizers that orthogonalise or precondition a matrix, and leave parameters of other shapes to Adam.
+_MATRIX_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon", "soap")
 #: Recomputed by discarding an output; Megatron's class for it takes its default, fp8=False, for a request for fp8.
 _DISCARDING = frozenset(["layernorm", "mla_up_proj", "moe_act", "gdn_norm_out"])
 _GRAPHS = {"enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_impl": "none"}
@@ -64,6 +66,7 @@ def resolve(config: Any, turbo: TurboConfig | None = None) -> TurboConfig:
         [
             *_refused(config, turbo),
             *_refused_by_circumstance(config, turbo),
+            *_refused_with_grouped_experts(config, turbo),
             *_refused_precision(config, turbo),
             *_refused_overlap(config, turbo),
         ]
@@ -165,6 +168,26 @@ def _refused_by_circumstance(config: Any, turbo: TurboConfig) -> Iterator[Reason
         yield (
             "attention_backend",
             f"{backend!r} is no backend of 'attention: {turbo.attention}'. Set auto, or {remedy}.",
+        )
+
+
+def _refused_with_grouped_experts(config: Any, turbo: TurboConfig) -> Iterator[Reason]:
+    """What the program at hand would do to a parameter that holds many experts' matrices, where one runs."""
+    args = compat.training_arguments()
+    if args is None or turbo.linear != "turbo" or not config.moe_grouped_gemm or config.num_moe_experts is None:
+        return
+    optimizer = getattr(args, "optimizer", None)
+    if optimizer in _MATRIX_OPTIMIZERS:
+        yield (
+            "moe_grouped_gemm",
+            f"True with --optimizer {optimizer}, which takes one matrix a parameter and would leave grouped experts to Adam. "
+            "Leave --moe-grouped-gemm out, or set --optimizer adam.",
+        )
+    elif getattr(args, "moe_use_upcycling", False):
+        yield (
+            "moe_grouped_gemm",
+            "True with --moe-use-upcycling: Megatron makes SequentialMLP's experts of a dense model. Leave --moe-grouped-gemm "
+            "out of that run; its checkpoint then loads with it.",
         )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.megatron.test_checkpoints import _means
 from tests.megatron.test_models import GRADIENTS, LOSSES, MOE, SHARED
+from tests.megatron.test_precision import _pretend_apex_for_the_output_layer
 from tests.megatron.test_recompute import FULL, pretend_transformer_engine, selective
 from tests.megatron.tiny_gpt import Job, relative_difference, train
 from tests.support.distributed import RankInfo, ranks
@@ -42,6 +43,11 @@ def test_grouped_experts_train_as_megatrons_local_ones(rank_info: RankInfo) -> N
         {**MOE, **PADDED},
         {**ONE_EACH, "moe_apply_probs_on_input": True},
         {**MOE, "add_bias_linear": True, "gated_linear_unit": False},
+        {
+            **MOE,
+            "mtp_num_layers": 1,
+            "moe_router_load_balancing_type": "none",
+        },  # Megatron's log of that loss has no MTP layer
     ]:
         for expert in (1, 2) if model is MOE else (2,):
             same_training(Job(model=model, expert=expert, steps=4, seed=rank_info.seed), spec="local")
@@ -65,11 +71,15 @@ def test_tensor_and_expert_parallelism_together_match_megatrons_linears(rank_inf
 @ranks(world_size=2, megatron=True)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp4", "mxfp8", "fp8_block128"])
 def test_grouping_changes_no_bit_of_a_training(rank_info: RankInfo, precision: str) -> None:
-    """No gradient clipping, whose norm sums in another order; recipes by module and the BF16 layers are the same ones."""
+    """With wgrad fused and DDP's transfers overlapped. No gradient clipping, whose norm sums in another order; recipes by
+    module and the BF16 layers are the same ones.
+    """
     turbo = {"precision": precision, "bf16_first_layers": 1, "modules": {"*.experts.linear_fc2": "mxfp8"}}
-    fused = {"gradient_accumulation_fusion": False}
+    _pretend_apex_for_the_output_layer()
+    fused = {"gradient_accumulation_fusion": True}
     job = Job(model={**MOE, **WIDE, **fused}, turbo=turbo, expert=2, bf16=True, steps=4, seed=rank_info.seed)
-    job = job.but(distributed_optimizer=True, optimizer={"clip_grad": 0.0})
+    overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    job = job.but(distributed_optimizer=True, ddp=overlapped, optimizer={"clip_grad": 0.0})
     assert train(job.but(model={**job.model, **GROUPED})).losses == train(job).losses
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
+from primus_turbo_plugin.modules import TurboGroupedMLP
 from primus_turbo_plugin.precision.config import TurboConfig
 from primus_turbo_plugin.specs import compat
 from primus_turbo_plugin.specs.hybrid import hybrid_stack_spec
@@ -28,6 +29,18 @@ def test_layers_of_every_kind_get_plans_of_their_own_number(rank_info: RankInfo)
     assert layers[1].mlp.linear_fc1.plan.recipe == "mxfp4"
     assert layers[2].mlp.experts.local_experts[0].linear_fc1.plan.path == "decoder.layers.2.mlp.experts.linear_fc1"
     assert layers[3].mlp.linear_fc2.plan.recipe == "bf16"
+
+
+@ranks(world_size=1, megatron=True)
+def test_experts_of_a_hybrid_model_are_grouped_too(rank_info: RankInfo) -> None:
+    model = {"num_layers": 2, **{name: value for name, value in MOE.items() if "hidden" not in name}}
+    model |= {"moe_ffn_hidden_size": 32, "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}
+    job = Job(hybrid="*E", model=model, turbo={"precision": "mxfp8", "bf16_last_layers": 1})
+    start(job)
+    experts = build(job, make_config(job))[0].decoder.layers[1].mlp.experts
+    assert isinstance(experts, TurboGroupedMLP)
+    assert experts.linear_fc2.plan.path == "decoder.layers.1.mlp.experts.linear_fc2"
+    assert experts.linear_fc2.plan.recipe == "bf16"
 
 
 @ranks(world_size=1, megatron=True)

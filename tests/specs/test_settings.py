@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,6 +244,24 @@ def test_activation_of_grouped_experts_is_recomputed_without_transformer_engine(
         with pytest.raises(UnsupportedError) as refusal:
             resolve(with_settings(**settings, **recompute), TurboConfig.from_dict(turbo))
         assert "moe_act" in refusal.value.reasons["recompute_modules"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "why"),
+    [("optimizer", "muon", "one matrix a parameter"), ("moe_use_upcycling", True, "SequentialMLP's experts")],
+)
+def test_grouped_experts_are_refused_to_who_would_mistake_them(
+    argument: str, value: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Muon would train them with Adam without a word: their parameter is no matrix."""
+    monkeypatch.setattr(compat, "training_arguments", lambda: SimpleNamespace(**{argument: value}))
+    resolve(config(**MOE))
+    with pytest.raises(UnsupportedError) as refusal:
+        resolve(config(**MOE, moe_grouped_gemm=True))
+    assert why in refusal.value.reasons["moe_grouped_gemm"]
+    assert "Leave --moe-grouped-gemm out" in refusal.value.reasons["moe_grouped_gemm"]
+    monkeypatch.setattr(compat, "training_arguments", lambda: SimpleNamespace(optimizer="adam"))
+    resolve(config(**MOE, moe_grouped_gemm=True))
 
 
 def test_report_says_which_experts_run() -> None:
