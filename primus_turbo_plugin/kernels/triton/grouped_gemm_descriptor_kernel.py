@@ -16,7 +16,7 @@ import triton.language as tl
 from primus_turbo_plugin.kernels.triton.gemm_decode import block_scales, times_row_scales
 from primus_turbo_plugin.kernels.triton.gemm_kernel import load_stored, store_tile
 from primus_turbo_plugin.kernels.triton.gemm_order import tile_of
-from primus_turbo_plugin.kernels.triton.grouped_gemm_kernel import find_group, row_groups, scales_a_row
+from primus_turbo_plugin.kernels.triton.grouped_gemm_kernel import ends_of_groups, find_group, scales_a_row
 
 
 @triton.jit
@@ -47,11 +47,11 @@ def grouped_rows_descriptor_kernel(
     FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """Tiles of y, a fixed number of programs walking over them. Constants as in `grouped_rows_kernel`."""
-    start, rows_of, ends = row_groups(offsets_ptr, GROUPS, SEARCH, BLOCK_M)
+    ends = ends_of_groups(offsets_ptr, GROUPS, SEARCH, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     total = tl.max(ends, 0) * tiles_n
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-        group, first_row, rows, first_tile = find_group(index // tiles_n, start, rows_of, ends)
+        group, first_row, rows, first_tile = find_group(index // tiles_n, ends, offsets_ptr)
         tile_m, tile_n = tile_of(index - first_tile * tiles_n, rows, N, BLOCK_M, BLOCK_N, GROUP, 1)
         m0, n0 = tile_m * BLOCK_M, tile_n * BLOCK_N
         left, right = a_scale, b_scale

@@ -27,26 +27,22 @@ from primus_turbo_plugin.kernels.triton.gemm_order import chiplet_order, tile_of
 
 
 @triton.jit
-def row_groups(offsets_ptr, GROUPS: tl.constexpr, SEARCH: tl.constexpr, BLOCK_M: tl.constexpr):
-    """First row of every group, its rows, and the number of tiles of rows up to its end, int32 `[SEARCH]`."""
+def ends_of_groups(offsets_ptr, GROUPS: tl.constexpr, SEARCH: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The number of tiles of rows up to the end of every group, int32 `[SEARCH]`."""
     group = tl.arange(0, SEARCH)
     start = tl.load(offsets_ptr + group, mask=group < GROUPS, other=0).to(tl.int32)
     stop = tl.load(offsets_ptr + group + 1, mask=group < GROUPS, other=0).to(tl.int32)
-    return start, stop - start, tl.cumsum((stop - start + BLOCK_M - 1) // BLOCK_M, 0)
+    return tl.cumsum((stop - start + BLOCK_M - 1) // BLOCK_M, 0)
 
 
 @triton.jit
-def find_group(row_tile, start, rows, ends):
+def find_group(row_tile, ends, offsets_ptr):
     """(group, first row, rows, first tile of rows) of the group that a tile of rows belongs to."""
     before = ends <= row_tile
     group = tl.sum(before.to(tl.int32), 0)
-    here = tl.arange(0, ends.shape[0]) == group
-    return (
-        group,
-        tl.sum(tl.where(here, start, 0), 0),
-        tl.sum(tl.where(here, rows, 0), 0),
-        tl.max(tl.where(before, ends, 0), 0),
-    )
+    start = tl.load(offsets_ptr + group).to(tl.int32)
+    stop = tl.load(offsets_ptr + group + 1).to(tl.int32)
+    return group, start, stop - start, tl.max(tl.where(before, ends, 0), 0)
 
 
 @triton.jit
@@ -123,12 +119,12 @@ def grouped_rows_kernel(
 
     stride_bg, stride_bsg: From one expert's weight, and its scales, to the next one's. GROUPS: Experts; SEARCH: a power of two.
     """
-    start, rows_of, ends = row_groups(offsets_ptr, GROUPS, SEARCH, BLOCK_M)
+    ends = ends_of_groups(offsets_ptr, GROUPS, SEARCH, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     total = tl.max(ends, 0) * tiles_n
     for work in range(tl.program_id(0), total, tl.num_programs(0)):
         index = chiplet_order(work, total, XCDS)
-        group, first_row, rows, first_tile = find_group(index // tiles_n, start, rows_of, ends)
+        group, first_row, rows, first_tile = find_group(index // tiles_n, ends, offsets_ptr)
         tile_m, tile_n = tile_of(index - first_tile * tiles_n, rows, N, BLOCK_M, BLOCK_N, GROUP, 1)
         m0, n0 = tile_m * BLOCK_M, tile_n * BLOCK_N
         left, right = a_scale, b_scale

@@ -122,8 +122,8 @@ def default_config(key: GroupedGemmKey) -> GemmConfig:
     """The shipped configuration: an average expert's, its contraction not shared."""
     config = dense_default(key.dense)
     whole = dense_default(replace(key.dense, compute_units=key.compute_units))
-    if (
-        key.arch == "gfx950" and config.epilogue_parts == 2
-    ):  # what finds a tile's expert takes the registers of the other half
-        config = replace(config, epilogue_parts=4)
+    if key.arch == "gfx950" and config.epilogue_parts == 2:
+        config = replace(
+            config, epilogue_parts=4
+        )  # the search for a tile's expert takes registers that halves would need
     return replace(config, split_k=1, num_xcds=whole.num_xcds, persistent=True)
