@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import dynamo at once, a second of start-up
 
 from primus_turbo_plugin.communication.collectives import Group
 from primus_turbo_plugin.communication.costs import Costs, costs_of
@@ -38,8 +39,9 @@ _OPEN: dict[tuple[object, ...], tuple[Group, Overlap]] = {}
 _NOTED: set[tuple[str, str]] = set()
 
 
+@_disable_dynamo
 def overlap_of(group: Group, device: torch.device, chosen: Communication) -> Overlap:
-    """The overlapped collectives of a group. Collective at its first call for these arguments.
+    """The overlapped collectives of a group. Collective at its first call for these arguments, and never traced by torch.compile.
 
     Args:
         group: The ranks; more than one.

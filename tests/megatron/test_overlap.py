@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo.utils
 import torch.distributed as dist
 
 from primus_turbo_plugin.communication import opening
@@ -60,6 +62,33 @@ def test_overlap_changes_no_loss(rank_info: RankInfo, case: str) -> None:
     assert relative_difference(on.gradient_norms, off.gradient_norms) <= 10 * bound
     again = train(job.but(turbo={**job.turbo, "communication": ON}))
     assert again.losses == on.losses, "the same bits run after run"
+    for _, overlap in opening._OPEN.values():
+        used = [channel._sequence for channel in (overlap._gathers, overlap._bulk, overlap._scatters)]
+        assert all(used), used
+
+
+def _compile_layers(models: list[Any]) -> None:
+    """Every attention and MLP of a layer, backward too; what cannot be traced breaks its graph."""
+    for model in models:
+        for module in model.modules():
+            if type(module).__name__ in ("SelfAttention", "MLP"):
+                module.compile(backend="aot_eager")
+
+
+@pytest.mark.slow
+@ranks(world_size=2, megatron=True, timeout_s=240)
+def test_compiled_layers_overlap_as_others_do(rank_info: RankInfo) -> None:
+    """The linears run outside the graphs, forward and backward, and their sequence numbers go on."""
+    if torch._dynamo.config.disable:
+        pytest.skip("TORCHDYNAMO_DISABLE is set")
+    job = Job(tensor=2, sequence_parallel=True, steps=3, seed=rank_info.seed, turbo={"communication": ON})
+    plain = train(job)
+    opening.close_all()
+    with torch.compiler.set_stance("default"):  # the CPU set-up compiles nothing
+        compiled = train(job.but(on_model=_compile_layers))
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+    assert relative_difference(compiled.losses, plain.losses) <= 1e-6
+    assert relative_difference(compiled.gradient_norms, plain.gradient_norms) <= 1e-5
     for _, overlap in opening._OPEN.values():
         used = [channel._sequence for channel in (overlap._gathers, overlap._bulk, overlap._scatters)]
         assert all(used), used
