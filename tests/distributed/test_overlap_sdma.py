@@ -117,7 +117,10 @@ def test_bulk_collectives_under_other_work(rank_info: RankInfo) -> None:
 
 @ranks(world_size=2, timeout_s=60)
 def test_a_trace_shows_every_copy_and_product_of_both_ranks(rank_info: RankInfo, tmp_path: Path) -> None:
-    """Marks are events on the lanes: a gather under 20 ms of compute is hidden, one that is awaited at once is not."""
+    """Marks are events on the lanes: a gather under compute is hidden, one that is awaited at once is not.
+
+    Compute is ahead of nothing: it is given 10 ms before a step, so that the GPU and not the host decides what runs under what.
+    """
     device = _device(rank_info)
     tracer = Tracer(tmp_path, first=2, last=2)
     overlap = Overlap(SdmaTransport(torch.distributed.group.WORLD, device, probe=False), tracer=tracer, chunks=2)
@@ -131,8 +134,9 @@ def test_a_trace_shows_every_copy_and_product_of_both_ranks(rank_info: RankInfo,
     for _ in range(3):
         torch.cuda.synchronize()
         torch.distributed.barrier()
+        torch.cuda._sleep(2 * 10**7)
         pending = overlap.start_gather(Payload.plain(x), label="hidden")
-        torch.cuda._sleep(4 * 10**7)
+        torch.cuda._sleep(2 * 10**7)
         pending.wait()
         overlap.start_gather(Payload.plain(x), label="bare").wait()
         overlap.gather_gemm(Payload.plain(x), multiply, y, 512, label="fprop")
