@@ -3,7 +3,7 @@
 Math      as kernels/reference/norm.py; the RMS norm's forward bit for bit
 Layout    x, dy and dresidual by their strides, without hidden copies; y and dx contiguous
 Cost      docs/performance.md has measurements; norm_kernel.py says what is read
-Limits    bf16, fp16 and fp32 on a GPU, weights too. Rows of more than 2^15 columns forward, 2^13 backward, are taken in chunks
+Limits    bf16, fp16 and fp32 on a GPU, weights too. Rows of more than 2^15 columns forward, 2^14 backward, are taken in chunks
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from primus_turbo_plugin.kernels.norm import NormRequest
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.triton.targets import dtype_refusal, refusal, warp_size
 
-LOG_WHOLE_FORWARD, LOG_WHOLE_BACKWARD = 15, 13
-"""Longest rows that a program holds whole: 64 elements a thread forward; backward sums of columns stay in registers as well."""
+LOG_WHOLE_FORWARD, LOG_WHOLE_BACKWARD = 15, 14
+"""Longest rows that a program holds whole: 64 elements a thread, of one tensor or of two."""
+LOG_SUMS = 13
+"""Longest rows beside which sums of columns stay in registers."""
 LOG_CHUNK = 12
 """Columns that are taken at a time of longer rows."""
 _TILE = 4096
 """Elements of a program's rows, where a row is shorter."""
-PROGRAMS_PER_UNIT = 2
-"""Programs of the backward pass on a multiprocessor or compute unit; each holds sums of its rows."""
 _WEIGHT_ROWS, _WEIGHT_COLS, _WEIGHT_PROGRAMS = 32, 64, 32
 
 
@@ -78,10 +78,16 @@ def forward_tile(hidden: int, lanes: int) -> dict[str, int]:
 
 
 def backward_tile(hidden: int, lanes: int) -> dict[str, int]:
-    """Constants and warps of the backward kernel of whole rows: 16 elements a thread, of each of four tensors."""
+    """Constants and warps of the backward kernel of whole rows: 16 elements a thread with sums of columns, 32 without."""
     log = _log2_up(hidden)
-    rows = max(1, _TILE >> log)
-    return {"ROWS": rows, "LOG": log, "num_warps": _warps(rows << log, 16, 32, lanes)}
+    rows, sums = max(1, _TILE >> log), log <= LOG_SUMS
+    return {"ROWS": rows, "LOG": log, "SUMS": sums, "num_warps": _warps(rows << log, 16 if sums else 32, 16, lanes)}
+
+
+def programs_per_unit(hidden: int) -> int:
+    """Programs of the backward pass on a multiprocessor or compute unit; each holds sums of its rows. Timed on an H200."""
+    log = _log2_up(hidden)
+    return 1 if log > 12 else 4 if log == 12 else 2
 
 
 def _warps(elements: int, per_thread: int, most: int, lanes: int) -> int:
@@ -162,16 +168,18 @@ def _whole_rows(
 
     rows, hidden = x.shape
     tile = backward_tile(hidden, warp_size(x.device.index))
-    units = torch.cuda.get_device_properties(x.device).multi_processor_count
-    programs = min(-(-rows // tile["ROWS"]), units * PROGRAMS_PER_UNIT)
-    parts = torch.empty((1 if mean is None else 2, programs, hidden), dtype=torch.float32, device=x.device)
+    programs, parts = -(-rows // tile["ROWS"]), None
+    if tile["SUMS"]:
+        units = torch.cuda.get_device_properties(x.device).multi_processor_count
+        programs = min(programs, units * programs_per_unit(hidden))
+        parts = torch.empty((1 if mean is None else 2, programs, hidden), dtype=torch.float32, device=x.device)
     norm_bwd_kernel[(programs,)](
         dy, x, weight, mean, rstd, residual[0], dx, parts,
         rows, hidden,
         *dy.stride(), *x.stride(), *residual[1:],
         **kinds, **tile,
     )  # fmt: skip
-    return parts
+    return _column_sums(dy, x, mean, rstd) if parts is None else parts
 
 
 def _chunks(
@@ -184,8 +192,8 @@ def _chunks(
     dx: Tensor,
     kinds: dict[str, bool],
 ) -> Tensor:
-    """As `_whole_rows`, for longer rows: the sums by a kernel of their own."""
-    from primus_turbo_plugin.kernels.triton.norm_kernel import norm_bwd_chunks_kernel, norm_weight_kernel
+    """As `_whole_rows`, for longer rows."""
+    from primus_turbo_plugin.kernels.triton.norm_kernel import norm_bwd_chunks_kernel
 
     rows, hidden = x.shape
     norm_bwd_chunks_kernel[(rows,)](
@@ -194,6 +202,14 @@ def _chunks(
         *dy.stride(), *x.stride(), *residual[1:],
         **kinds, LOG=LOG_CHUNK, num_warps=8,
     )  # fmt: skip
+    return _column_sums(dy, x, mean, rstd)
+
+
+def _column_sums(dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
+    """Partial sums `[1 or 2, programs, hidden]` by a read of their own."""
+    from primus_turbo_plugin.kernels.triton.norm_kernel import norm_weight_kernel
+
+    rows, hidden = x.shape
     programs = min(-(-rows // _WEIGHT_ROWS), _WEIGHT_PROGRAMS)
     parts = torch.empty((1 if mean is None else 2, programs, hidden), dtype=torch.float32, device=x.device)
     norm_weight_kernel[(programs, -(-hidden // _WEIGHT_COLS))](

@@ -5,8 +5,8 @@ Layout    x, y, dy, dx [rows, hidden], columns and rows at any distance in what 
           partial sums of the weight's and the bias's gradient [2 or 1, programs, hidden] fp32
           whole rows: a program holds ROWS rows of 2^LOG >= hidden columns in registers, and reads them once
           rows in chunks: a program walks over a row, 2^LOG columns at a time, once for each thing it must know first
-Cost      memory-bound: forward reads and writes a row, backward reads two and writes one; whole rows also give the gradients
-          of the parameters then, rows in chunks by `norm_weight_kernel`, which reads both tensors again
+Cost      memory-bound: forward reads and writes a row, backward reads two and writes one. Where registers hold sums of columns
+          beside whole rows, the same reads give the gradients of the parameters; else `norm_weight_kernel` reads both again
 Numerics  fp32; RMS norm's forward has the reference's bits: squares are added in the order of `precision.tree_sum`, quotient and
           root are correctly rounded (compile with enable_fp_fusion=False). Gradients of the parameters are sums in an order that
           depends on the number of programs only: the same bits every run
@@ -163,13 +163,23 @@ def _dx(
 
 
 @triton.jit
+def _store_sums(dweight, dbias, parts_ptr, program, programs, col, hidden, RMS: tl.constexpr):
+    """A program's part of the sums over tokens."""
+    place = parts_ptr + program.to(tl.int64) * hidden + col
+    tl.store(place, tl.sum(dweight, axis=0), mask=col < hidden)
+    if not RMS:
+        tl.store(place + programs.to(tl.int64) * hidden, tl.sum(dbias, axis=0), mask=col < hidden)
+
+
+@triton.jit
 def norm_bwd_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, res_ptr, dx_ptr, parts_ptr,
     rows, hidden,
     dy_row, dy_col, x_row, x_col, res_row, res_col,
     RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, LOG: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
-    """dx of every so many-th ROWS whole rows, and their sums for the gradients of weight and (layer norm) bias."""
+    """dx of every so many-th ROWS whole rows; with SUMS their sums for the gradients of weight and (layer norm) bias."""
     col = tl.arange(0, 1 << LOG)
     width = hidden + 0.0
     gamma = _gamma(weight_ptr, col, hidden, ZERO_CENTERED)
@@ -182,9 +192,10 @@ def norm_bwd_kernel(
         row = tile * ROWS + tl.arange(0, ROWS)
         x = x_next.to(tl.float32)
         dy = dy_next.to(tl.float32)
-        later = row + tl.num_programs(0) * ROWS  # is on its way while this one is computed
-        x_next = _load_raw(x_ptr, later, col, x_row, x_col, rows, hidden)
-        dy_next = _load_raw(dy_ptr, later, col, dy_row, dy_col, rows, hidden)
+        if SUMS:  # the next rows are on their way while these are computed
+            later = row + tl.num_programs(0) * ROWS
+            x_next = _load_raw(x_ptr, later, col, x_row, x_col, rows, hidden)
+            dy_next = _load_raw(dy_ptr, later, col, dy_row, dy_col, rows, hidden)
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         x_hat = _x_hat(x, mean_ptr, row, rows, rstd, col, hidden, RMS)
         g = dy * gamma
@@ -194,14 +205,12 @@ def norm_bwd_kernel(
             g_mean = tl.sum(g, axis=1) / width
         dx = _dx(g, x_hat, rstd, g_mean, projection, res_ptr, row, col, res_row, res_col, rows, hidden, RMS, RESIDUAL)
         _store_rows(dx, dx_ptr, row, col, rows, hidden)
-        dweight += dy * x_hat
-        if not RMS:
-            dbias += dy
-    place = parts_ptr + tl.program_id(0).to(tl.int64) * hidden + col
-    tl.store(place, tl.sum(dweight, axis=0), mask=col < hidden)
-    if not RMS:
-        place += tl.num_programs(0).to(tl.int64) * hidden
-        tl.store(place, tl.sum(dbias, axis=0), mask=col < hidden)
+        if SUMS:
+            dweight += dy * x_hat
+            if not RMS:
+                dbias += dy
+    if SUMS:
+        _store_sums(dweight, dbias, parts_ptr, tl.program_id(0), tl.num_programs(0), col, hidden, RMS)
 
 
 @triton.jit
@@ -255,11 +264,7 @@ def norm_weight_kernel(
         dweight += dy * _x_hat(x, mean_ptr, row, rows, rstd, col, hidden, RMS)
         if not RMS:
             dbias += dy
-    place = parts_ptr + tl.program_id(0).to(tl.int64) * hidden + col
-    tl.store(place, tl.sum(dweight, axis=0), mask=col < hidden)
-    if not RMS:
-        place += tl.num_programs(0).to(tl.int64) * hidden
-        tl.store(place, tl.sum(dbias, axis=0), mask=col < hidden)
+    _store_sums(dweight, dbias, parts_ptr, tl.program_id(0), tl.num_programs(0), col, hidden, RMS)
 
 
 @triton.jit

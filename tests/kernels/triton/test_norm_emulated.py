@@ -78,7 +78,7 @@ def test_forward(arch, log, rng) -> None:
     torch.testing.assert_close(y.float(), want.float(), rtol=2.0**-7, atol=1e-5)
 
 
-def _backward(arch: str, given: dict[str, Any], rms: bool, whole: bool) -> tuple[Tensor, Tensor]:
+def _backward(arch: str, given: dict[str, Any], rms: bool, how: str) -> tuple[Tensor, Tensor]:
     """dx, and the sums of weight and bias `[1 or 2, hidden]`."""
     rows, hidden = given["x"].shape
     dx, sums = torch.full((rows, hidden), 7.0).bfloat16(), 1 if rms else 2
@@ -94,13 +94,15 @@ def _backward(arch: str, given: dict[str, Any], rms: bool, whole: bool) -> tuple
             f"{name}_col": 0 if tensor is None else tensor.stride(1),
         }
     kinds = {"RMS": rms, "ZERO_CENTERED": rms, "RESIDUAL": residual is not None}
-    if whole:
-        tile = launcher.backward_tile(hidden, LANES[arch])
+    if how != "chunks":
+        tile = launcher.backward_tile(hidden, LANES[arch]) | {"SUMS": how == "with sums"}
         warps = tile.pop("num_warps")
-        _run(kernels.norm_bwd_kernel, arch, PROGRAMS, args, {**kinds, **tile}, num_warps=warps)
+        grid = PROGRAMS if tile["SUMS"] else -(-rows // tile["ROWS"])
+        _run(kernels.norm_bwd_kernel, arch, grid, args, {**kinds, **tile}, num_warps=warps)
     else:
         chunked = {name: value for name, value in args.items() if name != "parts_ptr"}
         _run(kernels.norm_bwd_chunks_kernel, arch, rows, chunked, {**kinds, "LOG": 7}, num_warps=1)
+    if how != "with sums":
         needed = (
             "dy_ptr",
             "x_ptr",
@@ -125,26 +127,26 @@ def _backward(arch: str, given: dict[str, Any], rms: bool, whole: bool) -> tuple
 
 
 @each_arch
-@pytest.mark.parametrize("whole", [True, False], ids=["whole rows", "chunks"])
-def test_backward(arch, whole, rng) -> None:
+@pytest.mark.parametrize("how", ["with sums", "whole rows", "chunks"])
+def test_backward(arch, how, rng) -> None:
     x, dy, weight, _ = _inputs(37, 264, rng)
     residual = torch.randn(37, 264, generator=rng).bfloat16()
     _, rstd = reference.rms_norm_fwd(x, weight, EPS, zero_centered_gamma=True)
     given = {"x": x, "dy": dy, "weight": weight, "rstd": rstd, "residual": residual}
-    dx, sums = _backward(arch, given, True, whole)
+    dx, sums = _backward(arch, given, True, how)
     want, *want_sums = reference.rms_norm_bwd(dy, x, weight, rstd, zero_centered_gamma=True, dresidual=residual)
     torch.testing.assert_close(dx.float(), want.float(), rtol=2.0**-7, atol=1e-5)
     torch.testing.assert_close(sums, torch.stack(want_sums), rtol=1e-5, atol=1e-4)
     _, mean, rstd = reference.layer_norm_fwd(x, weight, None, EPS)
     given |= {"rstd": rstd, "mean": mean, "residual": None}
-    dx, sums = _backward(arch, given, False, whole)
+    dx, sums = _backward(arch, given, False, how)
     want, *want_sums = reference.layer_norm_bwd(dy, x, weight, mean, rstd)
     torch.testing.assert_close(dx.float(), want.float(), rtol=2.0**-7, atol=1e-5)
     torch.testing.assert_close(sums, torch.stack(want_sums), rtol=1e-5, atol=1e-4)
 
 
 @each_arch
-@pytest.mark.parametrize("hidden", [4096, 8192])
+@pytest.mark.parametrize("hidden", [4096, 8192, 16384])
 def test_the_kernels_of_models_do_not_spill(arch, hidden) -> None:
     """Compiled only: a layer norm, whose backward holds the most."""
     tensors = {name: torch.zeros(2, hidden).bfloat16() for name in ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")}
