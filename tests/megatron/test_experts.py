@@ -50,7 +50,7 @@ def test_grouped_experts_train_as_megatrons_local_ones(rank_info: RankInfo) -> N
         },  # Megatron's log of that loss has no MTP layer
     ]:
         for expert in (1, 2) if model is MOE else (2,):
-            same_training(Job(model=model, expert=expert, steps=4, seed=rank_info.seed), spec="local")
+            same_training(Job(model=model, expert=expert, steps=3, seed=rank_info.seed), spec="local")
 
 
 @ranks(world_size=2, megatron=True)
@@ -69,7 +69,7 @@ def test_tensor_and_expert_parallelism_together_match_megatrons_linears(rank_inf
 
 
 @ranks(world_size=2, megatron=True)
-@pytest.mark.parametrize("precision", ["bf16", "mxfp4", "mxfp8", "fp8_block128"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp4"])
 def test_grouping_changes_no_bit_of_a_training(rank_info: RankInfo, precision: str) -> None:
     """With wgrad fused and DDP's transfers overlapped. No gradient clipping, whose norm sums in another order; recipes by
     module and the BF16 layers are the same ones.
@@ -97,13 +97,10 @@ def test_recomputation_gives_the_same_bits(rank_info: RankInfo) -> None:
 
 
 @ranks(world_size=2, megatron=True)
-@pytest.mark.parametrize(
-    "turbo",
-    [{}, {"precision": {"preset": "mxfp4", "dy": {"rounding": "stochastic"}}}],
-    ids=["bf16", "mxfp4_stochastic"],
-)
-def test_resuming_gives_the_same_bits(rank_info: RankInfo, turbo: dict[str, Any], tmp_path: Path) -> None:
+def test_resuming_gives_the_same_bits(rank_info: RankInfo, tmp_path: Path) -> None:
+    """With random bits in every backward, which the checkpoint's random states must bring back."""
     folder = str(tmp_path / "checkpoint")
+    turbo = {"precision": {"preset": "mxfp4", "dy": {"rounding": "stochastic"}}}
     job = Job(model={**MOE, **GROUPED}, expert=2, bf16=True, turbo=turbo, seed=rank_info.seed)
     job = job.but(distributed_optimizer=True)
     train(job.but(steps=2, save=folder))
@@ -121,16 +118,13 @@ def test_a_checkpoint_moves_between_grouped_and_single_experts_with_the_optimize
 ) -> None:
     """Six steps of Megatron's local spec against two of it, two with grouped experts, two of the local spec again."""
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    for model in ({**MOE}, {**MOE, "add_bias_linear": True, "gated_linear_unit": False}):
-        local = Job(spec="local", model=model, expert=2, distributed_optimizer=True, seed=rank_info.seed)
-        kind = "bias" if "add_bias_linear" in model else "plain"
-        folders = [f"{first}_{kind}", f"{second}_{kind}"]
-        expected = train(local.but(steps=6)).losses
-        losses = train(local.but(steps=2, save=folders[0])).losses
-        grouped = {"spec": "turbo", "model": {**model, **GROUPED}}
-        losses += train(local.but(steps=2, first_step=2, load=folders[0], save=folders[1], **grouped)).losses
-        losses += train(local.but(steps=2, first_step=4, load=folders[1], match_keys=True)).losses
-        assert relative_difference(losses, expected) <= 1e-5, model
+    local = Job(spec="local", model=MOE, expert=2, distributed_optimizer=True, seed=rank_info.seed)
+    grouped = {"spec": "turbo", "model": {**MOE, **GROUPED}}
+    expected = train(local.but(steps=6)).losses
+    losses = train(local.but(steps=2, save=first)).losses
+    losses += train(local.but(steps=2, first_step=2, load=first, save=second, **grouped)).losses
+    losses += train(local.but(steps=2, first_step=4, load=second, match_keys=True)).losses
+    assert relative_difference(losses, expected) <= 1e-5
 
 
 @ranks(world_size=2, megatron=True)
