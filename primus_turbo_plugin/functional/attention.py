@@ -97,12 +97,24 @@ def attention(
                 q, k, v, bias, sinks, layout=layout, options=options, context=context, kernels=kernels
             )
     q_view, k_view, v_view = (_batch_first(x, layout) for x in (q, k, v))
-    request = AttentionRequest.of(q_view, k_view, v_view, options, bias=bias, sinks=sinks)
-    backend = default_registry().select("attention", request, kernels)
-    call = _Call(layout, options, backend.kernels)
+    facts = AttentionRequest.facts(q_view, k_view, v_view, options, bias=bias, sinks=sinks)
+    name = _select(tuple(facts.items()), None if kernels is None else tuple(kernels))
+    call = _Call(layout, options, _KERNELS[name])
     with no_autocast(q):
         out: Tensor = _Attention.apply(q, k, v, bias, sinks, call)
     return out
+
+
+_KERNELS: dict[str, Any] = {}
+"""Kernels by backend, as selected so far: torch.compile reads them from here, since it cannot follow the registry's search."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[misc,untyped-decorator,unused-ignore]
+def _select(facts: tuple[tuple[str, Any], ...], order: tuple[str, ...] | None) -> str:
+    """Name of the backend that serves a request; while compiling it is found once and guarded by what `facts` came from."""
+    backend = default_registry().select("attention", AttentionRequest(**dict(facts)), order)
+    _KERNELS[backend.name] = backend.kernels
+    return backend.name
 
 
 @dataclass(frozen=True, slots=True)

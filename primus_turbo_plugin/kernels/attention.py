@@ -188,27 +188,34 @@ class AttentionRequest(Request):
         cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, bias: Tensor | None, sinks: Tensor | None
     ) -> AttentionRequest:
         """The request of a call with these `[batch, seq, heads, dim]`, k and v as this rank has them."""
+        return cls(**cls.facts(q, k, v, options, bias=bias, sinks=sinks))
+
+    @staticmethod
+    def facts(
+        q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, bias: Tensor | None, sinks: Tensor | None
+    ) -> dict[str, Any]:
+        """The fields of that request: plain values, which torch.compile can take for constants."""
         mask = options.mask
-        return cls(
-            device=q.device.type,
-            dtype=q.dtype,
-            heads=q.shape[2],
-            groups=k.shape[2],
-            head_dim=q.shape[3],
-            v_head_dim=v.shape[3],
-            window=mask.window,
-            causal=mask.causal,
-            unequal_lengths=q.shape[1] != k.shape[1],
-            masked=mask.masked is not None,
-            packed=mask.packing is not None,
-            context_parallel=mask.zigzag is not None,
-            bias=bias is not None,
-            sinks=sinks is not None,
-            softcap=options.softcap != 0.0,
-            dropout=options.dropout is not None,
-            deterministic=options.deterministic,
-            fp8=options.precision.is_quantized,
-        )
+        return {
+            "device": q.device.type,
+            "dtype": q.dtype,
+            "heads": q.shape[2],
+            "groups": k.shape[2],
+            "head_dim": q.shape[3],
+            "v_head_dim": v.shape[3],
+            "window": mask.window,
+            "causal": mask.causal,
+            "unequal_lengths": True if q.shape[1] != k.shape[1] else False,  # noqa: SIM210
+            "masked": mask.masked is not None,
+            "packed": mask.packing is not None,
+            "context_parallel": mask.zigzag is not None,
+            "bias": bias is not None,
+            "sinks": sinks is not None,
+            "softcap": options.softcap != 0.0,
+            "dropout": options.dropout is not None,
+            "deterministic": options.deterministic,
+            "fp8": options.precision.is_quantized,
+        }
 
     @classmethod
     def examples(cls, device: str) -> tuple[Request, ...]:
