@@ -91,7 +91,15 @@ class Overlap:
         return f"a GEMM of about {expected:.3f} ms is below min_gemm_ms {self.min_gemm_ms:g}"
 
     def gather_gemm(
-        self, x: Payload, multiply: Multiply, y: Tensor, contraction: int, *, keep: bool = False, label: str = ""
+        self,
+        x: Payload,
+        multiply: Multiply,
+        y: Tensor,
+        contraction: int,
+        *,
+        keep: bool = False,
+        align: int = 1,
+        label: str = "",
     ) -> list[Tensor]:
         """y = AG(x) @ w.T.
 
@@ -101,6 +109,7 @@ class Overlap:
             y: [size * rows, columns], written.
             contraction: Of the GEMM, for the choice of chunks.
             keep: Gather the own rows as well.
+            align: Cut chunks at multiples of so many rows, beside what the payload needs.
             label: For traces.
 
         Returns:
@@ -108,10 +117,11 @@ class Overlap:
         """
         chunks, _ = self._plan("gather", y.shape[0], y.shape[1], contraction, x.nbytes, can_add=False)
         rows = (x.rows,) * self.world_size
+        align = max(align, _align(x))
         if self.ring:
-            programs = _ring_gather_gemm_programs(rows, chunks, _align(x), keep)
+            programs = _ring_gather_gemm_programs(rows, chunks, align, keep)
         else:
-            programs = _gather_gemm_programs(rows, chunks, self._lanes(), _align(x), keep)
+            programs = _gather_gemm_programs(rows, chunks, self._lanes(), align, keep)
         call = self._gathers.start(programs, x.planes, x.forms, multiply=multiply, output=y, label=label)
         return self._gathers.finish(call)
 

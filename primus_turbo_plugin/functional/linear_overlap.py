@@ -24,6 +24,7 @@ from torch import Tensor
 from primus_turbo_plugin.communication.collectives import Pending, reduce_scatter
 from primus_turbo_plugin.communication.executor import Multiply
 from primus_turbo_plugin.communication.overlap import Payload
+from primus_turbo_plugin.communication.quantized import shards_align
 from primus_turbo_plugin.functional.linear_call import LinearCall
 from primus_turbo_plugin.functional.linear_kernels import Operand, operand_specs
 from primus_turbo_plugin.functional.linear_operands import (
@@ -35,6 +36,7 @@ from primus_turbo_plugin.functional.linear_operands import (
     local_operands,
     quantize_shards,
 )
+from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
 
@@ -151,11 +153,16 @@ def gather_gradient_and_multiply(
     if w is not None and use is not None and use.gather and not _small(call, "dgrad", tokens, columnwise(w).shape):
         row_spec, column_spec = operand_specs(call.plan, "dy")
         wanted = (row_spec, column_spec if column else None)
-        row_shard, column_shard = quantize_shards(call, "dy", dy, wanted)
         if wanted == (None, None):
             return _plain_gradient(call, dy, columnwise(w), column=column)
-        if row_shard is not None and (not column or column_shard is not None):
+        rows_align = row_spec is not None and shards_align(row_spec, _shape(dy), "outer")
+        columns_align = column_spec is not None and shards_align(column_spec, _shape(dy.t()), "contraction")
+        if rows_align and (not column or columns_align):
+            row_shard, column_shard = quantize_shards(call, "dy", dy, wanted)
+            assert row_shard is not None
             return _quantized_gradient(call, row_shard, column_shard, columnwise(w))
+        if row_spec is None or (rows_align and row_spec.rounding == "nearest"):
+            return _gradient_quantized_on_arrival(call, dy, row_spec, columnwise(w))
         _note(call, "dgrad", "a copy of dy is made of all tokens, so dy is gathered first")
     dy_row, dy_column = _gathered(call, dy, row=w is not None, column=column)
     return (None if dy_row is None or w is None else call.kernels.gemm_nt("dgrad", dy_row, columnwise(w))), dy_column
@@ -173,6 +180,30 @@ def _plain_gradient(call: LinearCall, dy: Tensor, w: Operand, *, column: bool) -
         _payload(dy), _multiply(call, "dgrad", dy, w), dx, dy.shape[1], keep=column, label=_label(call, "dgrad")
     )
     return dx, _own(call, gathered) if column else None
+
+
+def _gradient_quantized_on_arrival(
+    call: LinearCall, dy: Tensor, row_spec: QuantSpec | None, w: Operand
+) -> tuple[Tensor, Operand | None]:
+    """dy travels in BF16, since its columnwise copy is made of all tokens; rows are quantised for dgrad as they come."""
+    assert call.overlap is not None
+    dx = torch.empty(dy.shape[0] * call.parallel.size, w.shape[0], dtype=call.kernels.dtype, device=dy.device)
+
+    def multiply(planes: list[Tensor], out: Tensor, add: Tensor | None) -> None:
+        rows, _ = call.kernels.quantize("dy", planes[0], row_spec, None, call.key("dy"))
+        _write(call, "dgrad", planes[0] if rows is None else rows, w, out)
+
+    align = 1 if row_spec is None else max(row_spec.block_shape[0], 1)
+    (gathered,) = call.overlap.overlap.gather_gemm(
+        Payload.plain(dy), multiply, dx, dy.shape[1], keep=True, align=align, label=_label(call, "dgrad")
+    )
+    _, column = local_operands(call, "dy", gathered, row=False, column=True)
+    assert column is not None
+    return dx, _own(call, column)
+
+
+def _shape(t: Tensor) -> tuple[int, int]:
+    return t.shape[0], t.shape[1]
 
 
 def _quantized_gradient(

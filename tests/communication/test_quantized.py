@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 
 from primus_turbo_plugin.communication.quantized import all_gather_quantized, shards_align
+from primus_turbo_plugin.functional.linear_kernels import operand_specs
 from primus_turbo_plugin.kernels.reference.quantize import quantize
+from primus_turbo_plugin.precision.module_plan import ModulePlan
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
+from primus_turbo_plugin.precision.recipe import Recipe
 from tests.support.distributed import RankInfo, ranks
 
 SPECS = [
@@ -66,6 +69,28 @@ def test_gathered_shards_are_the_quantised_whole(rank_info: RankInfo) -> None:
                 assert torch.equal(gathered.block_scale, whole.block_scale), (str(spec), axis, shard)
                 checked += 1
     assert checked > 30
+
+
+TRAVELS = {  # what docs/communication.md says: x before fprop, x before wgrad, dy before dgrad, dy before wgrad
+    "bf16": (False, False, False, False),
+    "fp8_tensorwise": (False, False, False, False),
+    "fp8_rowwise": (True, False, True, False),
+    "fp8_block128": (True, True, True, True),
+    "mxfp8": (True, True, True, True),
+    "mxfp8_hybrid": (True, True, True, True),
+    "mxfp4": (True, True, True, True),
+}
+
+
+@pytest.mark.parametrize("recipe", TRAVELS)
+def test_every_recipe_sends_codes_wherever_their_scales_allow(recipe: str) -> None:
+    linear = Recipe.preset(recipe).linear()
+    found = []
+    for operand in ("x", "dy"):
+        specs = operand_specs(ModulePlan(precision=linear), operand)
+        for spec, shard, axis in zip(specs, ((512, 4096), (4096, 512)), ("outer", "contraction")):
+            found.append(spec is not None and shards_align(spec, shard, axis))  # type: ignore[arg-type]
+    assert tuple(found) == TRAVELS[recipe]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -79,7 +79,32 @@ def test_overlapped_linears_give_the_bits_of_the_others(rank_info: RankInfo, tra
                     for name, value in plain.items():
                         assert torch.equal(ours[name], value), (recipe, mode, uses, name)
     assert ("fprop", "the blocks of x lie across ranks, so it is quantised after gathering") not in notes
-    assert ("dgrad", "a copy of dy is made of all tokens, so dy is gathered first") in notes
+    assert notes == set()
+
+
+@ranks(world_size=[2, 3])
+def test_gradients_quantised_on_arrival_or_after_gathering_give_the_same_bits(rank_info: RankInfo) -> None:
+    """Where the columnwise copy needs all tokens: scales along tokens, blocks across ranks, a wgrad in BF16, one scale."""
+    g, overlap = torch.Generator().manual_seed(rank_info.seed), _overlap()
+    after = ("dgrad", "a copy of dy is made of all tokens, so dy is gathered first")
+    plain_wgrad = plan("mxfp8", wgrad={"format": "bf16"})
+    cases = {
+        "fp8_rowwise": (plan("fp8_rowwise"), 33),
+        "mxfp4": (plan("mxfp4"), 40),
+        "mxfp8, plain wgrad": (plain_wgrad, 7),
+    }
+    cases["fp8_tensorwise"] = plan("fp8_tensorwise"), 32
+    for name, (of, tokens) in cases.items():
+        notes: set[tuple[str, str]] = set()
+        use = OverlapUse(overlap=overlap, note=lambda what, why, notes=notes: notes.add((what, why)))
+        x, w, dy = _shards("row", rank_info, g, tokens, torch.bfloat16)
+        parallel = TensorParallel(mode="row", group=torch.distributed.group.WORLD, sequence_parallel=True)
+        call = make_call(of, torch.bfloat16, parallel=parallel)
+        expected = _run(x, w, dy, call)
+        for _ in range(2):
+            found = _run(x, w, dy, dataclasses.replace(call, overlap=use))
+            assert all(torch.equal(found[key], value) for key, value in expected.items()), name
+        assert (after in notes) == (name == "fp8_tensorwise"), (name, notes)
 
 
 @ranks(world_size=2)
