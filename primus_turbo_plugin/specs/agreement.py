@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -54,18 +55,38 @@ def _recipes(plans: Iterable[ModulePlan]) -> dict[str, str]:
 
 def _kernels(config: Any, plans: Iterable[ModulePlan], choice: Any, what: str) -> dict[str, str]:
     """Who serves each kind of linear here. One that nobody serves is refused when it is first run, with every reason."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    fused = bool(config.gradient_accumulation_fusion)
-    dtype = config.params_dtype
     found = {}
     for plan in {(plan.precision, plan.kernels, plan.tuning_file): plan for plan in plans}.values():
         order = plan.kernels.to_value() or "default"
         try:
-            kernels = choice.select(
-                plan, device, dtype, wgrad_dtype=torch.float32 if fused else dtype, accumulate=fused
-            )
+            kernels = _select(config, plan, choice)
             chosen = ", ".join(f"{name} {backend}" for name, backend in kernels.choices.items())
         except UnsupportedError as error:
             chosen = "; ".join(f"{name}: {reason}" for name, reason in error.reasons.items())
         found[f"{what} of {plan.recipe} in order {order}"] = chosen
     return found
+
+
+def _select(config: Any, plan: ModulePlan, choice: Any) -> Any:
+    """The kernels that `choice` takes for a linear of this model on this device."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    fused, dtype = bool(config.gradient_accumulation_fusion), config.params_dtype
+    return choice.select(plan, device, dtype, wgrad_dtype=torch.float32 if fused else dtype, accumulate=fused)
+
+
+def backends_of_experts(config: Any, plans: Iterable[ModulePlan]) -> str:
+    """Who multiplies for grouped experts, by recipe: `mxfp4 by triton; bf16 by torch`.
+
+    Args:
+        config: The model's `TransformerConfig`.
+        plans: Of the model's linears; those of routed experts count.
+    """
+    found: dict[str, None] = {}
+    for plan in {plan.recipe: plan for plan in plans if re.search(r"\.experts\.linear_fc[12]$", plan.path)}.values():
+        try:
+            gemms = _select(config, plan, GroupedLinearKernels).gemms
+            names = dict.fromkeys(backend.name for backend in gemms.values())
+            found[f"{plan.recipe} by {', '.join(names)}"] = None
+        except UnsupportedError:
+            found[f"{plan.recipe} by nobody here"] = None
+    return "; ".join(found)

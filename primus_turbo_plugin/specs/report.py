@@ -15,6 +15,7 @@ from primus_turbo_plugin.functional.context_parallel import DESCRIPTIONS, Algori
 from primus_turbo_plugin.precision.config import COMPONENTS, TurboConfig
 from primus_turbo_plugin.precision.config_sources import ResolvedConfig
 from primus_turbo_plugin.precision.module_plan import ModulePlan
+from primus_turbo_plugin.specs.agreement import backends_of_experts
 from primus_turbo_plugin.specs.memory import memory_rows
 from primus_turbo_plugin.specs.provider import LINEAR_CLASSES
 from primus_turbo_plugin.specs.settings import megatron_recipe
@@ -23,7 +24,6 @@ _ONE_QUEUE = (
     "CUDA_DEVICE_MAX_CONNECTIONS=1 puts copies and GEMMs into one hardware queue, where they run one after the other: no "
     "collective will be hidden. Unset it; nothing of this package needs it"
 )
-_GROUPED_EXPERTS = "TurboGroupedMLP: all local experts of a layer in one grouped GEMM"
 _SEPARATE_EXPERTS = "SequentialMLP: one expert after the other; --moe-grouped-gemm multiplies all at once"
 
 
@@ -39,17 +39,20 @@ def print_report(config: Any, turbo: TurboConfig, plans: Iterable[ModulePlan], r
     if resolved.trace is not None:
         trace_from_now_on(resolved.trace)
     components = {component: getattr(turbo, component) for component in COMPONENTS}
+    plans = list(plans)
     if turbo.communication.tp_overlap:
         ranks = config.tensor_model_parallel_size
         if ranks > 1:
             components["overlap"] = (
                 f"collectives of {ranks} tensor-parallel ranks, transport: {turbo.communication.transport}"
             )
-        resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *_overlap_notes(ranks, resolved)))
-    if config.num_moe_experts is not None and turbo.linear == "turbo":
-        components["experts"] = _GROUPED_EXPERTS if config.moe_grouped_gemm else _SEPARATE_EXPERTS
-    settings = honoured_settings(config, turbo)
+        notes = (*_overlap_notes(ranks, resolved), *_names_of_no_layer(turbo, plans))
+        resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *notes))
     plans = list(plans)
+    if config.num_moe_experts is not None and turbo.linear == "turbo":
+        grouped = f"TurboGroupedMLP: all local experts of a layer at once; {backends_of_experts(config, plans)}"
+        components["experts"] = grouped if config.moe_grouped_gemm else _SEPARATE_EXPERTS
+    settings = honoured_settings(config, turbo)
     memory = memory_rows(config, plans)
     attention = attention_rows(config, turbo)
     print_once(
@@ -75,6 +78,14 @@ def _overlap_notes(ranks: int, resolved: ResolvedConfig) -> Iterator[str]:
         yield "communication.tp_overlap: true changes nothing: one tensor-parallel rank has no collectives"
     elif resolved.one_hardware_queue and torch.version.hip is None:
         yield _ONE_QUEUE
+
+
+def _names_of_no_layer(turbo: TurboConfig, plans: list[ModulePlan]) -> Iterator[str]:
+    """Names in `except_for` that Megatron has and this model (or this pipeline stage) has not."""
+    layers = {plan.path.rpartition(".")[2].removeprefix("linear_") for plan in plans}
+    for name in turbo.communication.except_for:
+        if plans and name.removeprefix("mtp_") not in layers:
+            yield f"communication.except_for: {name} is the name of no linear here (there are {', '.join(sorted(layers))})"
 
 
 def plans_of(model: torch.nn.Module) -> list[ModulePlan]:
