@@ -184,7 +184,8 @@ CONDITIONAL: Mapping[str, str] = {
     "first_last_layers_bf16": "-> bf16_first_layers, bf16_last_layers",
     "num_layers_at_start_in_bf16": "-> bf16_first_layers, where `first_last_layers_bf16` is set",
     "num_layers_at_end_in_bf16": "-> bf16_last_layers, where `first_last_layers_bf16` is set",
-    "cuda_graph_impl": "refused where a module is quantised: a captured graph would replay the first step's weights",
+    "cuda_graph_impl": "refused where a module is quantised: a captured graph would replay the first step's weights; beside "
+    "overlap only with 'transport: sdma'",
     "enable_cuda_graph": "as `cuda_graph_impl`",
     "external_cuda_graph": "as `cuda_graph_impl`",
     "attention_backend": "auto; local needs 'attention: megatron', the others 'attention: transformer_engine'",
@@ -208,13 +209,13 @@ CONDITIONAL: Mapping[str, str] = {
 }
 
 HONOURED: Mapping[str, str] = {
-    "tp_comm_overlap_ag": "-> communication.gather, with `tp_comm_overlap` (docs/communication.md)",
-    "tp_comm_overlap_rs": "-> communication.scatter, with `tp_comm_overlap`",
-    "tp_comm_bulk_dgrad": "-> communication.bulk_gather, with `tp_comm_overlap`",
-    "tp_comm_bulk_wgrad": "-> communication.bulk_scatter, with `tp_comm_overlap`",
-    "tp_comm_overlap_rs_dgrad": "-> communication.scatter_dgrad, with `tp_comm_overlap`",
-    "tp_comm_overlap_disable_qkv": "-> communication.except_for, with `tp_comm_overlap`",
-    "tp_comm_overlap_disable_fc1": "-> communication.except_for, with `tp_comm_overlap`",
+    "tp_comm_overlap_ag": "-> communication.gather, where overlap is on (docs/communication.md)",
+    "tp_comm_overlap_rs": "-> communication.scatter, where overlap is on",
+    "tp_comm_bulk_dgrad": "-> communication.bulk_gather, where overlap is on",
+    "tp_comm_bulk_wgrad": "-> communication.bulk_scatter, where overlap is on",
+    "tp_comm_overlap_rs_dgrad": "-> communication.scatter_dgrad, where overlap is on",
+    "tp_comm_overlap_disable_qkv": "-> communication.except_for, where overlap is on",
+    "tp_comm_overlap_disable_fc1": "-> communication.except_for, where overlap is on",
     "tp_comm_split_ag": "names an algorithm; chunks are chosen by measured costs",
     "tp_comm_split_rs": "names an algorithm; chunks are chosen by measured costs",
     "tp_comm_atomic_ag": "names an algorithm; chunks are chosen by measured costs",

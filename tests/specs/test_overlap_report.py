@@ -36,6 +36,17 @@ def test_what_spoils_overlap_is_said(capsys: pytest.CaptureFixture[str]) -> None
     assert "communication.tp_overlap: true changes nothing" in _report(capsys, turbo, ranks=1)
 
 
+def test_layers_that_are_excepted_and_not_there_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    turbo = TurboConfig(communication=Communication(tp_overlap=True, except_for=("fc1", "q_up_proj")))
+    model = config()
+    model.tensor_model_parallel_size = 2
+    plans = [turbo.plan(f"decoder.layers.0.{name}") for name in ("self_attention.linear_qkv", "mlp.linear_fc1")]
+    print_report(model, turbo, plans, ResolvedConfig(config=turbo))
+    text = capsys.readouterr().out
+    assert "except_for: q_up_proj is the name of no linear here (there are fc1, qkv)" in text
+    assert "except_for: fc1" not in text
+
+
 def test_a_trace_that_is_asked_for_begins(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(tracing, "_CURRENT", [])
     _report(capsys, TurboConfig(signs_seed=1), ranks=1, trace="somewhere:4-5")
