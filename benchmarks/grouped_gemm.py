@@ -87,6 +87,7 @@ class Product:
         groups: Known to the GPU alone.
         known: The same, known to the host.
         out: fp32 `[experts, N, K]` that wgrad adds to.
+        scales_by_expert: Of FP8 rowwise wgrads.
     """
 
     layer: Experts
@@ -96,12 +97,15 @@ class Product:
     groups: Groups
     known: Groups
     out: Tensor | None
+    scales_by_expert: bool = False
 
     def run(self) -> Tensor:
         """The product by the Triton kernels."""
         if self.out is None:
             return turbo.grouped_gemm_nt(self.a, self.b, self.groups, out_dtype=torch.bfloat16)
-        return turbo.grouped_gemm_depth(self.a, self.b, self.groups, self.out, accumulate=True)
+        return turbo.grouped_gemm_depth(
+            self.a, self.b, self.groups, self.out, accumulate=True, scales_by_expert=self.scales_by_expert
+        )
 
 
 def make(layer: Experts, gemm: str, specs: tuple[QuantSpec, QuantSpec] | None, out: Tensor | None) -> Product:
@@ -122,7 +126,10 @@ def make(layer: Experts, gemm: str, specs: tuple[QuantSpec, QuantSpec] | None, o
         multiple = depth_multiple(specs[0])
         padded, padded_known = groups.padded(multiple), known.padded(multiple)
         a, b = (_quantized(t, None, specs[0], groups, padded)[1] for t in tokens)
-        return Product(layer=layer, gemm=gemm, a=a, b=b, groups=padded, known=padded_known, out=out)  # type: ignore[arg-type]
+        by_expert = specs[0].block == "rowwise"
+        return Product(
+            layer=layer, gemm=gemm, a=a, b=b, groups=padded, known=padded_known, out=out, scales_by_expert=by_expert
+        )  # type: ignore[arg-type]
     features = layer.inputs if gemm == "fprop" else layer.outputs
     x, weight = randn(layer.tokens, features), randn(layer.experts, layer.outputs, layer.inputs)
     if specs is None:

@@ -113,7 +113,11 @@ class GroupedLinearKernels:
 
     def multiply_depth(self, a: Operand, b: Operand, groups: Groups, out: Tensor, *, accumulate: bool) -> Tensor:
         """out[g] (+)= a[:, rows of g] @ b[:, rows of g].T: wgrad, [experts, out, in]."""
-        dw: Tensor = self.gemms["wgrad"].kernels.grouped_gemm_depth(a, b, groups, out, accumulate=accumulate)
+        specs = self.plan.precision.gemm("wgrad")
+        by_expert = all(spec.is_quantized and spec.block_shape[1] == 0 for spec in specs)
+        dw: Tensor = self.gemms["wgrad"].kernels.grouped_gemm_depth(
+            a, b, groups, out, accumulate=accumulate, scales_by_expert=by_expert
+        )
         return dw
 
     def quantize(

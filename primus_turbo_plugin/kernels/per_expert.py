@@ -26,7 +26,9 @@ def grouped_gemm_nt(a: Operand, b: Operand, groups: Groups, *, out_dtype: torch.
 
 
 @torch.no_grad()
-def grouped_gemm_depth(a: Operand, b: Operand, groups: Groups, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
+def grouped_gemm_depth(
+    a: Operand, b: Operand, groups: Groups, out: torch.Tensor, *, accumulate: bool, scales_by_expert: bool = False
+) -> torch.Tensor:
     """out[g] (+)= a[:, rows of g] @ b[:, rows of g].T; arguments as in kernels/reference/grouped_gemm.py."""
     gemm = _gemm(a, b, out.dtype, accumulate=accumulate)
     return depth_by_loop(gemm, a, b, groups, out, accumulate=accumulate)

@@ -42,7 +42,9 @@ def grouped_gemm_nt(a: Operand, b: Operand, groups: Groups, *, out_dtype: torch.
 
 
 @torch.no_grad()
-def grouped_gemm_depth(a: Operand, b: Operand, groups: Groups, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
+def grouped_gemm_depth(
+    a: Operand, b: Operand, groups: Groups, out: torch.Tensor, *, accumulate: bool, scales_by_expert: bool = False
+) -> torch.Tensor:
     """out[g] (+)= a[:, rows of g] @ b[:, rows of g].T for every group, in one launch.
 
     Args:
@@ -51,6 +53,7 @@ def grouped_gemm_depth(a: Operand, b: Operand, groups: Groups, out: torch.Tensor
         groups: Of the contraction; of quantised operands, `Groups.padded` to whole blocks.
         out: `[groups, M, N]`, contiguous along N. An empty group's becomes zero, or stays as it is with `accumulate`.
         accumulate: Add to `out`, which is float32 then.
+        scales_by_expert: As in kernels/reference/grouped_gemm.py; of no use here.
 
     Returns:
         `out`.

@@ -39,7 +39,9 @@ def grouped_gemm_nt(a: Operand, b: Operand, groups: Groups, *, out_dtype: torch.
 
 
 @torch.no_grad()
-def grouped_gemm_depth(a: Operand, b: Operand, groups: Groups, out: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
+def grouped_gemm_depth(
+    a: Operand, b: Operand, groups: Groups, out: torch.Tensor, *, accumulate: bool, scales_by_expert: bool = False
+) -> torch.Tensor:
     """out[g] (+)= a[:, rows of g] @ b[:, rows of g].T for every group.
 
     Args:
@@ -48,6 +50,8 @@ def grouped_gemm_depth(a: Operand, b: Operand, groups: Groups, out: torch.Tensor
         groups: Of the contraction; of quantised operands, `Groups.padded`.
         out: `[groups, M, N]`. An empty group's becomes zero, or stays as it is with `accumulate`.
         accumulate: Add to `out`, which is float32 then.
+        scales_by_expert: On the caller's word, FP8 scales of 128 tokens are the same for all tokens of an expert, as those of
+            `tensorwise` and `rowwise` recipes are. Kernels may then take them out of the sum.
 
     Returns:
         `out`.

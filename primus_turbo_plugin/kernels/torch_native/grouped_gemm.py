@@ -50,7 +50,13 @@ def grouped_gemm_nt(a: torch.Tensor, b: torch.Tensor, groups: Groups, *, out_dty
 
 @torch.no_grad()
 def grouped_gemm_depth(
-    a: torch.Tensor, b: torch.Tensor, groups: Groups, out: torch.Tensor, *, accumulate: bool
+    a: torch.Tensor,
+    b: torch.Tensor,
+    groups: Groups,
+    out: torch.Tensor,
+    *,
+    accumulate: bool,
+    scales_by_expert: bool = False,
 ) -> torch.Tensor:
     """out[g] (+)= a[:, rows of g] @ b[:, rows of g].T for every group; adding on the CPU only.
 
@@ -60,6 +66,7 @@ def grouped_gemm_depth(
         groups: Of the contraction.
         out: `[groups, M, N]`. An empty group's becomes zero, or stays as it is with `accumulate`.
         accumulate: Add to `out`, which is float32 then.
+        scales_by_expert: As in kernels/reference/grouped_gemm.py; of no use here.
 
     Returns:
         `out`.

@@ -52,6 +52,10 @@ class OperandMeta(NamedTuple):
         """The description of its scratch copy: MX scales are in the values, a row's fp32 scale is still to come."""
         return self._replace(element="plain", is_mx=False) if self.element != "plain" else self
 
+    def scaled_once(self) -> OperandMeta:
+        """The description where every block that is summed has the same scale: it is applied at the end."""
+        return self._replace(scaled_by_block=False, scaled_by_row=True) if self.scaled_by_block else self
+
 
 PLAIN = OperandMeta("plain", False, 1, 0, False, False)
 
@@ -148,13 +152,13 @@ def block_scales(
 
 @triton.jit
 def times_row_scales(
-    acc, a_scale, b_scale, m0, n0, M, N, a_stored, b_stored, A: tl.constexpr, B: tl.constexpr
+    acc, a_scale, b_scale, m0, n0, M, N, a_stored, b_stored, A: tl.constexpr, B: tl.constexpr, k0=0
 ):  # fmt: skip
-    """Finished sums times the fp32 scales that cover whole rows."""
+    """Finished sums times the fp32 scales that cover whole rows, or all of a row's blocks that were summed, from element k0."""
     if A.scaled_by_row:
-        acc *= fp8_scale(a_scale, m0, M, 0, a_stored, A, acc.shape[0], 0)
+        acc *= fp8_scale(a_scale, m0, M, k0, a_stored, A, acc.shape[0], 0)
     if B.scaled_by_row:
-        acc *= fp8_scale(b_scale, n0, N, 0, b_stored, B, acc.shape[1], 1)
+        acc *= fp8_scale(b_scale, n0, N, k0, b_stored, B, acc.shape[1], 1)
     return acc
 
 

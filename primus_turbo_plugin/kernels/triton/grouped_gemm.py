@@ -78,6 +78,7 @@ def grouped_gemm_depth(
     out: torch.Tensor,
     *,
     accumulate: bool,
+    scales_by_expert: bool = False,
     config: GemmConfig | None = None,
     resolve: Resolve | None = None,
 ) -> torch.Tensor:
@@ -89,6 +90,7 @@ def grouped_gemm_depth(
         groups: Of the contraction; of quantised operands, `Groups.padded` to whole blocks.
         out: `[groups, M, N]`, contiguous along N. An empty group's becomes zero, or stays as it is with `accumulate`.
         accumulate: Add to `out`, which is float32 then.
+        scales_by_expert: As in kernels/reference/grouped_gemm.py; such scales leave the sum.
         config: As in `grouped_gemm_nt`.
         resolve: As in `grouped_gemm_nt`.
 
@@ -108,7 +110,7 @@ def grouped_gemm_depth(
         return out
     if groups.total == 0:
         return out if accumulate else out.zero_()
-    key = depth_key(a, b, groups, out, accumulate=accumulate)
+    key = depth_key(a, b, groups, out, accumulate=accumulate, scales_by_expert=scales_by_expert)
     config = _checked(key, config, resolve)
     with torch.cuda.device(out.device):
         for call in plan_depth(a, b, groups, out, key, config, multiple=offset_multiple(a, b)):

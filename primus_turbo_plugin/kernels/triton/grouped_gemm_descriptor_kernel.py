@@ -16,7 +16,12 @@ import triton.language as tl
 from primus_turbo_plugin.kernels.triton.gemm_decode import block_scales, times_row_scales
 from primus_turbo_plugin.kernels.triton.gemm_kernel import load_stored, store_tile
 from primus_turbo_plugin.kernels.triton.gemm_order import tile_of
-from primus_turbo_plugin.kernels.triton.grouped_gemm_kernel import ends_of_groups, find_group, scales_a_row
+from primus_turbo_plugin.kernels.triton.grouped_gemm_kernel import (
+    ends_of_groups,
+    find_group,
+    scales_a_row,
+    times_expert_scales,
+)
 
 
 @triton.jit
@@ -130,6 +135,6 @@ def grouped_depth_descriptor_kernel(
                     WIDE,
                 )
                 acc = _step(acc, a, b, a_scale, b_scale, m0, n0, M, N, whole, a_stored, b_stored, A, B, UNITS, BLOCK_K)
-        acc = times_row_scales(acc, a_scale, b_scale, m0, n0, M, N, a_stored, b_stored, A, B)
+        acc = times_expert_scales(acc, a_scale, b_scale, m0, n0, M, N, begin, end, a_stored, b_stored, A, B)
         base = out_ptr + group.to(tl.int64) * stride_og + m0.to(tl.int64) * stride_om
         store_tile(acc, base, n0, M - m0, N, stride_om, 1, PARTS, ACCUMULATE, WIDE)

@@ -101,7 +101,19 @@ def _multiply(
             acc = tl.dot(a, b, acc)
     if FNUZ:
         acc *= 4.0
-    return times_row_scales(acc, a_scale, b_scale, m0, n0, rows, N, a_stored, b_stored, A, B)
+    return acc
+
+
+@triton.jit
+def times_expert_scales(
+    acc, a_scale, b_scale, m0, n0, M, N, begin, end, a_stored, b_stored, A: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
+    """Finished sums of a stretch times scales that all of its blocks share; zero for an empty one, whatever lies there."""
+    if A.scaled_by_row or B.scaled_by_row:
+        place = tl.where(end > begin, begin, 0)
+        acc = times_row_scales(acc, a_scale, b_scale, m0, n0, M, N, a_stored, b_stored, A, B, place)
+        acc = tl.where(end > begin, acc, 0.0)
+    return acc
 
 
 @triton.jit
@@ -137,6 +149,7 @@ def grouped_rows_kernel(
             m0, n0, rows, N, 0, length, a_stored, b_stored, stride_am, stride_ak, stride_bn, stride_bk,
             A, B, A_OUTER, B_OUTER, UNITS, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, FNUZ,
         )  # fmt: skip
+        acc = times_row_scales(acc, left, right, m0, n0, rows, N, a_stored, b_stored, A, B)
         base = out_ptr + (first_row + m0).to(tl.int64) * stride_om
         store_tile(acc, base, n0, rows - m0, N, stride_om, 1, PARTS, False, WIDE)
 
@@ -167,5 +180,6 @@ def grouped_depth_kernel(
                 stride_am, stride_ak, stride_bn, stride_bk, A, B, A_OUTER, B_OUTER, UNITS, EVEN_N, EVEN_K, WIDE,
                 BLOCK_M, BLOCK_N, BLOCK_K, FNUZ,
             )  # fmt: skip
+            acc = times_expert_scales(acc, a_scale, b_scale, m0, n0, M, N, begin, end, a_stored, b_stored, A, B)
             base = out_ptr + group.to(tl.int64) * stride_og + m0.to(tl.int64) * stride_om
             store_tile(acc, base, n0, M - m0, N, stride_om, 1, PARTS, ACCUMULATE, WIDE)

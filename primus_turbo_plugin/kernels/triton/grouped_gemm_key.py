@@ -17,6 +17,8 @@ from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, Operan
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
 _OUT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_ONE_SCALE = {"1x128": "rowwise"}
+"""Block of a depth copy -> what it is to the kernels where an expert has one scale a row."""
 _DESCRIPTOR_STEP = 128
 """Largest BLOCK_K of the kernels on tensor descriptors."""
 
@@ -80,11 +82,15 @@ def rows_key(a: Operand, b: Operand, cols: int, groups: Groups, out_dtype: torch
     return _key("rows", a, groups, cols, length, left, right, out_dtype, False)
 
 
-def depth_key(a: Operand, b: Operand, groups: Groups, out: torch.Tensor, *, accumulate: bool) -> GroupedGemmKey:
+def depth_key(
+    a: Operand, b: Operand, groups: Groups, out: torch.Tensor, *, accumulate: bool, scales_by_expert: bool = False
+) -> GroupedGemmKey:
     """The key of out[g] (+)= a[:, rows of g] @ b[:, rows of g].T."""
     common_length(a, b)  # refuses operands that are rotated differently
-    kinds = OperandKey.of(a), OperandKey.of(b)
-    return _key("depth", a, groups, a.shape[0], b.shape[0], *kinds, out.dtype, accumulate)
+    left, right = OperandKey.of(a), OperandKey.of(b)
+    if scales_by_expert:
+        left, right = (replace(kind, block=_ONE_SCALE.get(kind.block, kind.block)) for kind in (left, right))
+    return _key("depth", a, groups, a.shape[0], b.shape[0], left, right, out.dtype, accumulate)
 
 
 def _key(

@@ -72,6 +72,8 @@ def plan_depth(
 
     rows, cols = out.shape[1:]
     left, right, calls, tensors = _sources(a, b, replace(key.dense, contraction=groups.total), config)
+    kinds = (left, key.a), (right, key.b)
+    left, right = (replace(x, meta=x.meta.scaled_once()) if kind.block == "rowwise" else x for x, kind in kinds)
     args: dict[str, Any] = {
         "a_ptr": Slot("a"), "a_scale": Slot("a_scale"), "b_ptr": Slot("b"), "b_scale": Slot("b_scale"), "out_ptr": out,
         "offsets_ptr": groups.offsets, "M": rows, "N": cols, "a_stored": _stored(a, left), "b_stored": _stored(b, right),

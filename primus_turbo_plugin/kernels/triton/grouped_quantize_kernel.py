@@ -32,7 +32,7 @@ def _group_of_tile(row0, offsets_ptr, padded_ptr, GROUPS: tl.constexpr, SEARCH: 
     last = tl.minimum(group, GROUPS - 1)
     first = tl.load(offsets_ptr + last) + row0 - tl.load(padded_ptr + last)
     count = tl.load(offsets_ptr + last + 1) - first
-    return last, first, tl.where(group < GROUPS, tl.maximum(count, 0), 0)
+    return last, first, tl.maximum(count, 0)
 
 
 @triton.jit

@@ -87,14 +87,14 @@ def test_rows_with_an_empty_expert_and_tails_in_every_direction(arch, name, monk
 @pytest.mark.parametrize("name", CASES)
 def test_depth_adds_to_every_expert_but_the_empty_one(arch, name, monkeypatch, rng) -> None:
     left, _, _ = CASES[name]
-    left = BLOCKS if left is ROW else left
     config, m, n = _config(arch, name), 72, 80
     dy, x = tokens(rng, COUNTS, m), tokens(rng, COUNTS, n)
     a, b, padded = depth_operands(dy, x, COUNTS, (left, left), "cpu")
     emulated = _Emulated(arch, monkeypatch)
     before = torch.randn(len(COUNTS), m, n, generator=rng)
     out = before.clone()
-    key = grouped_gemm_key.depth_key(a, b, padded, out, accumulate=True)
+    by_expert = name == "fp8 rowwise"
+    key = grouped_gemm_key.depth_key(a, b, padded, out, accumulate=True, scales_by_expert=by_expert)
     assert grouped_gemm_key.refusal(key, config) is None
     multiple = grouped_gemm.offset_multiple(a, b)
     emulated.run(grouped_gemm.plan_depth(a, b, padded, out, key, config, multiple=multiple))
@@ -105,18 +105,27 @@ def test_depth_adds_to_every_expert_but_the_empty_one(arch, name, monkeypatch, r
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_written_wgrad_of_an_empty_expert_is_zero_and_a_nan_stays_with_its_expert(arch, monkeypatch, rng) -> None:
-    counts = (5, 0, 40, 30)
+@pytest.mark.parametrize("name", ["bf16", "mxfp8 decoded in the tile", "mxfp8 on scaled units", "fp8 rowwise"])
+def test_a_written_wgrad_of_an_empty_expert_is_zero_and_a_nan_stays_with_its_expert(
+    arch, name, monkeypatch, rng
+) -> None:
+    """Steps reach past an expert's tokens, where the next one's codes and scales lie; the last expert has none to read."""
+    counts = (5, 0, 40, 30, 0)
+    specs = {"bf16": (None, SMALL), "fp8 rowwise": (ROW, CASES["fp8 rowwise"][2])}
+    spec, config = specs.get(name, (MX8, replace(STEP, units="mx" if "units" in name else "half")))
+    if arch == "gfx942" and config.units != "half":
+        if config.units == "mx":
+            pytest.skip("gfx942 has no units for MX")
+        config = replace(config, decode="scratch")
     dy, x = tokens(rng, counts, 24), tokens(rng, counts, 40)
     x[5:45] = float("nan")
-    a, b, groups = depth_operands(dy, x, counts, (None, None), "cpu")
+    a, b, groups = depth_operands(dy, x, counts, (spec, spec), "cpu")
     out = torch.full((len(counts), 24, 40), float("nan"))
-    key = grouped_gemm_key.depth_key
     emulated = _Emulated(arch, monkeypatch)
-    emulated.run(
-        grouped_gemm.plan_depth(a, b, groups, out, key(a, b, groups, out, accumulate=False), SMALL, multiple=1)
-    )
-    assert torch.equal(out[1], torch.zeros(24, 40))
+    key = grouped_gemm_key.depth_key(a, b, groups, out, accumulate=False, scales_by_expert=spec is ROW)
+    multiple = grouped_gemm.offset_multiple(a, b)
+    emulated.run(grouped_gemm.plan_depth(a, b, groups, out, key, config, multiple=multiple))
+    assert torch.equal(out[[1, 4]], torch.zeros(2, 24, 40))
     assert bool(out[2].isnan().all())
     assert bool(out[[0, 3]].isfinite().all())
 
