@@ -39,6 +39,7 @@ COMPONENTS: Mapping[str, tuple[tuple[str, ...], str, str]] = {
 #: Variables of other software that change what this package does -> how.
 WATCHED_VARIABLES: Mapping[str, str] = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "order of copies and kernels; Megatron's overlaps ask for 1",
+    "GPU_MAX_HW_QUEUES": "hardware queues (ROCm); 1 puts copies behind kernels",
     "CUDA_VISIBLE_DEVICES": "which GPUs torch sees",
     "HIP_VISIBLE_DEVICES": "which GPUs torch sees (ROCm)",
     "ROCR_VISIBLE_DEVICES": "which GPUs the ROCm runtime sees",

@@ -34,6 +34,7 @@ VARIABLES: Mapping[str, str] = {
     "PRIMUS_TURBO_TUNING": "path of a file of tuned kernel configurations",
 }
 _PREFIX = "PRIMUS_TURBO_"
+_QUEUE_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "GPU_MAX_HW_QUEUES")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,14 +46,15 @@ class ResolvedConfig:
         origins: (key, where it was set) for every key that was set, as `--turbo-precision` or a file's name.
         notes: What a user should know: settings that gave way to stronger ones, variables that are not ours.
         trace: Value of PRIMUS_TURBO_TRACE, if it is set.
-        one_hardware_queue: Whether CUDA_DEVICE_MAX_CONNECTIONS=1 lets copies and GEMMs run one after the other only.
+        one_hardware_queue: Variables that let copies and GEMMs run one after the other only: CUDA_DEVICE_MAX_CONNECTIONS=1 on
+            NVIDIA, GPU_MAX_HW_QUEUES=1 on AMD.
     """
 
     config: TurboConfig
     origins: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     trace: str | None = None
-    one_hardware_queue: bool = False
+    one_hardware_queue: tuple[str, ...] = ()
 
 
 def add_turbo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -198,7 +200,7 @@ def resolve(args: argparse.Namespace | None = None, environ: Mapping[str, str] |
         origins=tuple(sorted(origins.items())),
         notes=tuple(notes),
         trace=environ.get("PRIMUS_TURBO_TRACE") or None,
-        one_hardware_queue=environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1",
+        one_hardware_queue=tuple(name for name in _QUEUE_VARIABLES if environ.get(name) == "1"),
     )
 
 

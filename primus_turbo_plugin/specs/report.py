@@ -21,8 +21,8 @@ from primus_turbo_plugin.specs.provider import LINEAR_CLASSES
 from primus_turbo_plugin.specs.settings import megatron_recipe
 
 _ONE_QUEUE = (
-    "CUDA_DEVICE_MAX_CONNECTIONS=1 puts copies and GEMMs into one hardware queue, where they run one after the other: no "
-    "collective will be hidden. Unset it; nothing of this package needs it"
+    "{}=1 puts copies and GEMMs into one hardware queue, where they run one after the other: no collective will be hidden. Unset "
+    "it; nothing of this package needs it"
 )
 _SEPARATE_EXPERTS = "SequentialMLP: one expert after the other; --moe-grouped-gemm multiplies all at once"
 
@@ -48,7 +48,6 @@ def print_report(config: Any, turbo: TurboConfig, plans: Iterable[ModulePlan], r
             )
         notes = (*_overlap_notes(ranks, resolved), *_names_of_no_layer(turbo, plans))
         resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *notes))
-    plans = list(plans)
     if config.num_moe_experts is not None and turbo.linear == "turbo":
         grouped = f"TurboGroupedMLP: all local experts of a layer at once; {backends_of_experts(config, plans)}"
         components["experts"] = grouped if config.moe_grouped_gemm else _SEPARATE_EXPERTS
@@ -76,8 +75,10 @@ def attention_rows(config: Any, turbo: TurboConfig) -> list[tuple[str, str]]:
 def _overlap_notes(ranks: int, resolved: ResolvedConfig) -> Iterator[str]:
     if ranks == 1:
         yield "communication.tp_overlap: true changes nothing: one tensor-parallel rank has no collectives"
-    elif resolved.one_hardware_queue and torch.version.hip is None:
-        yield _ONE_QUEUE
+        return
+    its_own = "CUDA_DEVICE_MAX_CONNECTIONS" if torch.version.hip is None else "GPU_MAX_HW_QUEUES"
+    if its_own in resolved.one_hardware_queue:
+        yield _ONE_QUEUE.format(its_own)
 
 
 def _names_of_no_layer(turbo: TurboConfig, plans: list[ModulePlan]) -> Iterator[str]:

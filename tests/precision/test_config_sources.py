@@ -280,3 +280,4 @@ def test_variables_of_entry_points_are_handed_on() -> None:
     assert resolved(environ={"PRIMUS_TURBO_TRACE": ""}).trace is None
     assert resolved(environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).one_hardware_queue
     assert not resolved(environ={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}).one_hardware_queue
+    assert resolved(environ={"GPU_MAX_HW_QUEUES": "1"}).one_hardware_queue == ("GPU_MAX_HW_QUEUES",)

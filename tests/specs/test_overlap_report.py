@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from primus_turbo_plugin.communication import tracing
 from primus_turbo_plugin.precision.communication import Communication
@@ -31,8 +32,10 @@ def test_overlap_and_its_transport_are_reported(capsys: pytest.CaptureFixture[st
 
 def test_what_spoils_overlap_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     turbo = TurboConfig(communication=Communication(tp_overlap=True, chunks=2))
-    text = _report(capsys, turbo, ranks=4, one_hardware_queue=True)
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=1 puts copies and GEMMs into one hardware queue" in text
+    variables = ("CUDA_DEVICE_MAX_CONNECTIONS", "GPU_MAX_HW_QUEUES")
+    text = _report(capsys, turbo, ranks=4, one_hardware_queue=variables)
+    assert f"{variables[torch.version.hip is not None]}=1 puts copies and GEMMs into one hardware queue" in text
+    assert variables[torch.version.hip is None] not in text
     assert "communication.tp_overlap: true changes nothing" in _report(capsys, turbo, ranks=1)
 
 
