@@ -69,6 +69,20 @@ def test_tensor_and_expert_parallelism_together_match_megatrons_linears(rank_inf
 
 
 @ranks(world_size=2, megatron=True)
+def test_biases_of_experts_are_not_summed_over_tensor_parallel_ranks(rank_info: RankInfo) -> None:
+    """Those ranks hold other experts. Megatron's own row-parallel experts mark the bias for such a sum under sequence
+    parallelism, so the reference is a run without tensor parallelism.
+    """
+    model = {**MOE, "moe_router_load_balancing_type": "none", "add_bias_linear": True, "gated_linear_unit": False}
+    job = Job(model=model, expert=2, steps=3, seed=rank_info.seed)
+    alone = train(job.but(spec="local"))
+    grouped = {**model, **GROUPED}
+    split = train(job.but(model=grouped, tensor=2, sequence_parallel=True, micro_batches=4))
+    assert relative_difference(_means(split.losses), _means(alone.losses)) <= LOSSES
+    assert relative_difference(split.gradient_norms, alone.gradient_norms) <= GRADIENTS
+
+
+@ranks(world_size=2, megatron=True)
 @pytest.mark.parametrize("precision", ["bf16", "mxfp4"])
 def test_grouping_changes_no_bit_of_a_training(rank_info: RankInfo, precision: str) -> None:
     """With wgrad fused and DDP's transfers overlapped. No gradient clipping, whose norm sums in another order; recipes by
