@@ -35,11 +35,11 @@ _SIZES: dict[str, dict[str, int]] = {
 _LONG = {"eval_every": 50, "eval_sequences": 64}
 _RUNS: dict[str, dict[str, Any]] = {
     "tiny": {"steps": 12, "batch": 4, "micro_batch": 4, "lr": 3e-3, "eval_every": 3, "eval_sequences": 8},
-    "60m": {"steps": 1000, "batch": 8, "micro_batch": 8, "lr": 2e-3, **_LONG},
-    "160m": {"steps": 1500, "batch": 32, "micro_batch": 16, "lr": 1.5e-3, **_LONG},
-    "350m": {"steps": 2000, "batch": 64, "micro_batch": 8, "lr": 1e-3, **_LONG},
+    "60m": {"steps": 500, "batch": 8, "micro_batch": 8, "lr": 6e-4, **_LONG},
+    "160m": {"steps": 1500, "batch": 32, "micro_batch": 16, "lr": 6e-4, **_LONG},
+    "350m": {"steps": 2000, "batch": 64, "micro_batch": 8, "lr": 4e-4, **_LONG},
 }
-_CHARACTERS = {"tiny": 300_000, "60m": 70_000_000}
+_CHARACTERS = {"tiny": 300_000, "60m": 40_000_000}
 """Of text; elsewhere all there is."""
 
 
@@ -52,6 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="sequences a step")
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--lr", type=float, help="highest learning rate")
+    parser.add_argument("--attention", choices=("torch", "package"), help="whose kernels; default: torch's")
     parser.add_argument("--characters", type=int, help="of text to take; default: what the preset's runs need")
     parser.add_argument("--minutes", type=float, help="stop, to be continued, before so many have passed")
     parser.add_argument(
@@ -83,7 +84,7 @@ def choose(names: str) -> list[grid.Cell]:
 def settings_of(options: argparse.Namespace) -> Settings:
     """The preset with the flags that were given."""
     run = dict(_RUNS[options.preset])
-    given = {key: getattr(options, key) for key in ("steps", "batch", "micro_batch", "lr")}
+    given = {key: getattr(options, key) for key in ("steps", "batch", "micro_batch", "lr", "attention")}
     run |= {key: value for key, value in given.items() if value is not None}
     return Settings(size=ModelSize(**_SIZES[options.preset]), **run)
 

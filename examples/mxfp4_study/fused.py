@@ -39,7 +39,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, T
 
 
 def split_heads(qkv: Tensor, table: tuple[Tensor, Tensor], heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k turned by their place, and v: [batch, heads, seq, dim] of qkv [batch, seq, (heads + 2 kv_heads) dim].
+    """q, k turned by their place, and v: [batch, seq, heads, dim] of qkv [batch, seq, (heads + 2 kv_heads) dim].
 
     Args:
         qkv: bf16.
@@ -49,13 +49,13 @@ def split_heads(qkv: Tensor, table: tuple[Tensor, Tensor], heads: int, kv_heads:
     """
     if qkv.is_cuda:
         q, k, v = _SplitHeads.apply(qkv, *table, heads, kv_heads)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    parts = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2)
-    rotated, v = parts.split([heads + kv_heads, kv_heads], 1)
+        return q, k, v
+    parts = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))
+    rotated, v = parts.split([heads + kv_heads, kv_heads], 2)
     first, second = rotated.float().chunk(2, -1)
-    cos, sin = table
+    cos, sin = (half[:, None] for half in table)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(qkv.dtype)
-    q, k = rotated.split([heads, kv_heads], 1)
+    q, k = rotated.split([heads, kv_heads], 2)
     return q, k, v
 
 

@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.mxfp4_study.fused import add_norm, cross_entropy, split_heads, swiglu
+from primus_turbo_plugin.functional.attention import attention
 from primus_turbo_plugin.functional.linear import linear
 from primus_turbo_plugin.functional.linear_call import LinearCall, Rounding
 from primus_turbo_plugin.functional.linear_kernels import LinearKernels
+from primus_turbo_plugin.kernels.attention import AttentionMask
 from primus_turbo_plugin.precision.config import TurboConfig
 from primus_turbo_plugin.precision.module_plan import ModulePlan
+
+Attention = Literal["torch", "package"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,9 +90,9 @@ class StudyLinear(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, size: ModelSize, number: int, config: TurboConfig) -> None:
+    def __init__(self, size: ModelSize, number: int, config: TurboConfig, attention: Attention) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.attention = size, attention
         std, residual_std = 0.02, 0.02 / math.sqrt(2 * size.layers)
 
         def make(name: str, rows: int, columns: int, std: float) -> StudyLinear:
@@ -110,18 +115,22 @@ class _Layer(nn.Module):
     def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         size = self.size
         q, k, v = split_heads(qkv, rotary, size.heads, size.kv_heads)
+        if self.attention == "package":
+            causal = AttentionMask(causal=True)
+            return attention(q, k, v, layout="bshd", mask=causal, deterministic=True).flatten(2)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=size.heads != size.kv_heads)
         return y.transpose(1, 2).flatten(2)
 
 
 class StudyModel(nn.Module):
-    """The decoder; output layer tied to the embedding."""
+    """The decoder; output layer tied to the embedding, attention torch's or this package's."""
 
-    def __init__(self, size: ModelSize, config: TurboConfig) -> None:
+    def __init__(self, size: ModelSize, config: TurboConfig, attention: Attention = "torch") -> None:
         super().__init__()
         self.size = size
         self.embedding = nn.Parameter(torch.empty(size.vocab, size.hidden).normal_(std=0.02))
-        self.layers = nn.ModuleList(_Layer(size, number, config) for number in range(size.layers))
+        self.layers = nn.ModuleList(_Layer(size, number, config, attention) for number in range(size.layers))
         self.norm = nn.RMSNorm(size.hidden, eps=1e-5)
         angle = 10000.0 ** (-torch.arange(0, size.head_dim, 2) / size.head_dim)
         angle = torch.outer(torch.arange(size.seq), angle)

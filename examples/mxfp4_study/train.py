@@ -22,7 +22,7 @@ import torch
 
 from examples.mxfp4_study.corpus import Corpus, batch
 from examples.mxfp4_study.grid import Cell
-from examples.mxfp4_study.model import ModelSize, StudyModel
+from examples.mxfp4_study.model import Attention, ModelSize, StudyModel
 from examples.mxfp4_study.step import Step
 from primus_turbo_plugin.errors import ConfigError
 
@@ -42,6 +42,7 @@ class Settings:
     clip: float = 1.0
     eval_every: int = 50
     eval_sequences: int = 64
+    attention: Attention = "torch"
 
     def __post_init__(self) -> None:
         if self.batch % self.micro_batch:
@@ -91,7 +92,8 @@ class Run:
         From one validation to the next nothing waits for the GPU; it stops, also on NaN, at validations alone.
         """
         torch.manual_seed(self.seed)
-        self.model = StudyModel(self.settings.size, self.cell.config(seed=self.seed)).to(self.device)
+        config = self.cell.config(seed=self.seed)
+        self.model = StudyModel(self.settings.size, config, self.settings.attention).to(self.device)
         self.training = Step(self.model, self.settings, capture=self.capture)
         self._load()
         elapsed, ended = 0.0, self.step == self.settings.steps
