@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _LAZY = {
+    "AddressTable": "emulator.host_objects",
     "CompiledKernel": "compiled",
     "compile": "compiler",
     "launch": "emulator.launch",
@@ -34,6 +35,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "AddressTable",
     "CompiledKernel",
     "IsaGate",
     "IsaReport",
@@ -53,6 +55,7 @@ __all__ = [
 if TYPE_CHECKING:
     from primus_turbo_plugin.amdgcn.compiled import CompiledKernel
     from primus_turbo_plugin.amdgcn.compiler import compile
+    from primus_turbo_plugin.amdgcn.emulator.host_objects import AddressTable
     from primus_turbo_plugin.amdgcn.emulator.isa.registry import coverage
     from primus_turbo_plugin.amdgcn.emulator.launch import LaunchReport, launch
     from primus_turbo_plugin.amdgcn.report.gate import IsaGate, check_gate

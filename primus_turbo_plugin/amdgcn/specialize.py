@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from primus_turbo_plugin.amdgcn.emulator.arguments import is_array, span_of
+from primus_turbo_plugin.amdgcn.emulator.host_objects import AddressTable, descriptor_type, is_descriptor
 from primus_turbo_plugin.errors import ConfigError
 
 _DTYPES = {
@@ -149,6 +150,10 @@ def _one(value: Any, name: str, plain: bool) -> tuple[str, bool, bool]:
         return kind, aligned, False
     if is_array(value):
         return _array_type(value, name), span_of(value, name).start % 16 == 0, False
+    if is_descriptor(value):
+        return descriptor_type(value, _array_type(value.base, name).removeprefix("*")), False, False
+    if isinstance(value, AddressTable):
+        return "*i64", True, False
     if isinstance(value, bool):
         return "u1", False, False
     if isinstance(value, int):

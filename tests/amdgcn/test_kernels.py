@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 
 import numpy as np
 import pytest
 
+from primus_turbo_plugin.amdgcn.faults import RaceError
 from primus_turbo_plugin.amdgcn.report.gate import check_gate
 from primus_turbo_plugin.amdgcn.report.isa import isa_report
 from primus_turbo_plugin.amdgcn.targets import KernelTarget, emulate_target
@@ -14,7 +16,10 @@ from primus_turbo_plugin.errors import UnsupportedError
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: no kernel can be compiled")
 
-MODULES = ("elementwise", "gemm", "mx_gemm", "quantize", "attention", "gluon_gemm")
+MODULES = (
+    *("elementwise", "gemm", "mx_gemm", "quantize", "attention", "gluon_gemm"),
+    *("tutorial_rows", "tutorial_products", "tutorial_order"),
+)
 
 
 def cases() -> list[tuple[KernelTarget, str]]:
@@ -53,6 +58,17 @@ def test_fp4_packed_along_m_is_wrong_with_triton_3_8_on_gfx1250() -> None:
     result = emulate_target(KernelTarget(**kwargs), "gfx1250")
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     assert result.passed == (version >= (3, 9)), triton.__version__
+
+
+def test_a_reduction_whose_waves_round_differently_is_reported_as_it_stands() -> None:
+    """Welford's combination is not symmetric to the last bit: two waves hold the same mean a rounding apart, and store both."""
+    from tests.amdgcn.kernels import tutorial_order
+
+    target = next(item for item in tutorial_order.isa_targets() if item.name == "arg_reductions")
+    two_waves = dataclasses.replace(target, options={"num_warps": 2})
+    with pytest.raises(RaceError, match=r"WAW race .*ds_store_b128 .*tutorial_order\.py"):
+        emulate_target(two_waves, "gfx1250", seed=5)
+    assert emulate_target(two_waves, "gfx1250", seed=5, race=False).passed
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:

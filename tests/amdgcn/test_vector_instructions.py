@@ -57,6 +57,8 @@ INTEGER: dict[str, Callable[[int, int, int], int]] = {
     "v_max3_i32 v0, v1, v2, v3": lambda a, b, c: max(signed(a), signed(b), signed(c)),
     "v_med3_i32 v0, v1, v2, v3": lambda a, b, c: sorted((signed(a), signed(b), signed(c)))[1],
     "v_min_u32 v0, v1, v2": lambda a, b, c: min(a, b),
+    "v_min3_i16 v0, v1, v2, v3": lambda a, b, c: min(signed(x & 0xFFFF, 16) for x in (a, b, c)) & 0xFFFF,
+    "v_med3_u16 v0, v1, v2, v3": lambda a, b, c: sorted(x & 0xFFFF for x in (a, b, c))[1],
     "v_bitop3_b32 v0, v1, v2, v3 bitop3:0x96": lambda a, b, c: a ^ b ^ c,
     "v_bitop3_b32 v0, v1, v2, v3 bitop3:0xca": lambda a, b, c: a & b | ~a & c,
     "v_sub_u32 v0, v1, v2 clamp": lambda a, b, c: max(a - b, 0),
@@ -246,3 +248,39 @@ def test_inline_constants_have_the_type_of_the_operation() -> None:
     assert waves.vgpr[0, 0, 0] == half
     assert waves.vgpr[2, 0].view(np.float32)[0] == 0.5
     assert struct.unpack("<d", struct.pack("<II", int(waves.vgpr[4, 0, 0]), int(waves.vgpr[5, 0, 0])))[0] == 0.5
+
+
+def test_a_literal_of_a_double_is_its_high_half_or_all_64_bits(numbers: np.random.Generator) -> None:
+    """gfx9 has literals of 32 bits, the high half of a double; gfx1250 also whole ones."""
+    x, y = (numbers.standard_normal(32) for _ in range(2))
+    vector = {2 + 2 * i + j: v.view(np.uint32)[j::2] for i, v in enumerate((x, y)) for j in (0, 1)}
+    lines = (
+        "v_fmaak_f64 v[6:7], v[2:3], v[4:5], 0x3e928af3fca7ab0c\nv_fmamk_f64 v[8:9], v[2:3], 0xbfe62e42fefa39ef, v[4:5]"
+    )
+    waves = run_lines("gfx1250", lines, vector=vector)
+    added, factor = (np.uint64(bits).view(np.float64) for bits in (0x3E928AF3FCA7AB0C, 0xBFE62E42FEFA39EF))
+    for register, want in ((6, x * y + added), (8, x * factor + y)):
+        got = waves.vgpr[register : register + 2, 0].T.copy().view(np.float64)[:, 0]
+        np.testing.assert_allclose(got, want, rtol=1e-15, atol=1e-15)
+    wide = {i: np.repeat(words, 2) for i, words in vector.items()}
+    got = (
+        run_lines("gfx950", "v_add_f64 v[6:7], v[2:3], 0x3fe62e42", vector=wide).vgpr[6:8, 0].T.copy().view(np.float64)
+    )
+    np.testing.assert_array_equal(got[::2, 0], x + np.uint64(0x3FE62E42 << 32).view(np.float64))
+
+
+def test_floats_become_saturated_shorts() -> None:
+    values = np.array([1.9, -1.9, 40000.0, -40000.0, 70000.0, np.nan, np.inf, -np.inf] * 4, np.float32)
+    vector = {1: values.view(np.uint32), 2: np.zeros(32, np.uint32)}
+    waves = run_lines("gfx1250", "v_cvt_pk_i16_f32 v0, v1, v2\nv_cvt_pk_u16_f32 v3, v2, v1", vector=vector)
+    assert waves.vgpr[0, 0, :8].astype(np.uint16).view(np.int16).tolist() == [
+        1,
+        -1,
+        32767,
+        -32768,
+        32767,
+        0,
+        32767,
+        -32768,
+    ]
+    assert (waves.vgpr[3, 0, :8] >> np.uint32(16)).tolist() == [1, 0, 40000, 0, 65535, 0, 65535, 0]

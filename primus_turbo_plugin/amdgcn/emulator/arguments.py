@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primus_turbo_plugin.amdgcn.compiled import CompiledKernel
+from primus_turbo_plugin.amdgcn.emulator.host_objects import AddressTable, descriptor_values, is_descriptor
 from primus_turbo_plugin.amdgcn.emulator.memory import DeviceMemory
 from primus_turbo_plugin.errors import ShapeError
 
@@ -180,8 +181,23 @@ def place_arguments(
     spans = {name: span_of(value, name) for name, value in named.items() if is_array(value)}
     for name, span in spans.items():
         _check_array(compiled, name, span)
+    for name, value in named.items():
+        if is_descriptor(value):
+            spans[f"{name}.base"] = span_of(value.base, f"{name}.base")
+        elif isinstance(value, AddressTable):
+            spans |= {f"{name}[{i}]": span_of(array, f"{name}[{i}]") for i, array in enumerate(value.arrays)}
     arrays = DeviceArrays(memory, spans)
-    values: list[int | bytes] = [
-        arrays.address(name) if name in spans else _scalar(compiled, name, value) for name, value in named.items()
-    ]
+    transfers = iter(compiled.metadata.get("tensordesc_meta") or ())
+    values: list[int | bytes] = []
+    for name, value in named.items():
+        if name in spans:
+            values.append(arrays.address(name))
+        elif is_descriptor(value):
+            base = arrays.address(f"{name}.base")
+            values += descriptor_values(value, base, next(transfers, None), compiled.num_warps)
+        elif isinstance(value, AddressTable):
+            addresses = [arrays.address(f"{name}[{i}]") for i in range(len(value.arrays))]
+            values.append(memory.add(np.array(addresses, np.int64).view(np.uint8), name))
+        else:
+            values.append(_scalar(compiled, name, value))
     return values, arrays

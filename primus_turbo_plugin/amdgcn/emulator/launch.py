@@ -93,6 +93,11 @@ def launch(
     """
     if compiled.metadata.get("num_ctas", 1) > 1:
         raise UnsupportedError("amdgcn: work-group clusters (num_ctas > 1) are not emulated.")
+    if "__ockl_printf" in compiled.asm or "__ockl_fprintf" in compiled.asm:  # labels of the code that was inlined
+        raise UnsupportedError(
+            f"amdgcn: kernel {compiled.name!r} calls the host (device_print, device_assert), which is not emulated. Remove the "
+            "call; store what it would print."
+        )
     if compiled.metadata.get("global_scratch_size"):
         raise UnsupportedError("amdgcn: kernels with a global scratch buffer of Triton's are not emulated.")
     started = time.perf_counter()

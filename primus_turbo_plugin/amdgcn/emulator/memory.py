@@ -13,6 +13,8 @@ from primus_turbo_plugin.amdgcn.emulator.waves import Ints
 from primus_turbo_plugin.amdgcn.faults import OutOfBoundsError
 
 _GUARD = 4096
+_FIRST_PAGES = 1 << 16
+"""Addresses below are null pointers with an offset."""
 _ALIGN = 256
 
 
@@ -120,7 +122,9 @@ class DeviceMemory:
 
     def _fault(self, offset: int, width: int, lanes: int, action: str) -> None:
         slot = int(np.searchsorted(np.array(self._starts), offset, side="right")) - 1
-        if slot < 0:
+        if 0 <= offset + self.BASE < _FIRST_PAGES:
+            near = f"{offset + self.BASE} bytes from address 0 (an argument None, or a service of the host, which is not here)"
+        elif slot < 0:
             near = "before every buffer"
         else:
             size, into = self._ends[slot] - self._starts[slot], offset - self._starts[slot]

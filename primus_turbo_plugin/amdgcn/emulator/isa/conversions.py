@@ -70,6 +70,11 @@ def _half_bits(a: Array) -> Array:
     return np.ascontiguousarray(a.astype(F16)).view(np.uint16)
 
 
+def _saturated16(a: Array, least: int, most: int) -> Array:
+    """The integer part within 16 bits; 0 for NaN."""
+    return np.clip(np.trunc(np.nan_to_num(a.astype(F64))), least, most).astype(np.int64).astype(np.uint16)
+
+
 def _toward_zero(a: Array) -> Array:
     """float16 bits, rounded toward zero."""
     bits = _half_bits(a)
@@ -87,6 +92,11 @@ _op("v_cvt_pk_i16_i32", "u32 = i32 i32",
     "D = {S1, S0} saturated")  # fmt: skip
 _op("v_cvt_pk_u16_u32", "u32 = u32 u32", lambda a, b: _halves(np.minimum(a, U32(0xFFFF)), np.minimum(b, U32(0xFFFF))),
     "D = {S1, S0} saturated")  # fmt: skip
+
+_op("v_cvt_pk_i16_f32", "u32 = f32 f32", lambda a, b: _halves(_saturated16(a, *_I16), _saturated16(b, *_I16)),
+    "D = {short(S1), short(S0)} saturated, toward zero", archs=GFX1250, source="RDNA4: VOP3")  # fmt: skip
+_op("v_cvt_pk_u16_f32", "u32 = f32 f32", lambda a, b: _halves(_saturated16(a, 0, 0xFFFF), _saturated16(b, 0, 0xFFFF)),
+    "D = {ushort(S1), ushort(S0)} saturated, toward zero", archs=GFX1250, source="RDNA4: VOP3")  # fmt: skip
 
 # -- bfloat16 -----------------------------------------------------------------------------------------------------------------
 _op(

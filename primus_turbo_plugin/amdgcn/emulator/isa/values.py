@@ -54,7 +54,7 @@ def constant_bits(operand: Operand, kind: str) -> int:
         return 0
     if operand.kind is Kind.INTEGER:
         if kind in _WIDE:
-            if kind == "f64" and not -16 <= operand.index <= 64:
+            if kind == "f64" and not -16 <= operand.index <= 64 and operand.index < 1 << 32:
                 return (operand.index & 0xFFFFFFFF) << 32  # a 32-bit literal is the high half of a double
             return operand.index & 0xFFFFFFFFFFFFFFFF
         return operand.index & 0xFFFFFFFF

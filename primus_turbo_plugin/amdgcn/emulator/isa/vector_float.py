@@ -119,6 +119,8 @@ _op("v_add_f64", "f64 = f64 f64", lambda a, b: a + b, "D = S0 + S1")
 _op("v_mul_f64", "f64 = f64 f64", lambda a, b: a * b, "D = S0 * S1")
 _op("v_fma_f64", "f64 = f64 f64 f64", lambda a, b, c: _fma64(a, b, c), "D = S0 * S1 + S2")
 _op("v_fmac_f64", "f64 = f64 f64 dst", lambda a, b, c: _fma64(a, b, c), "D = S0 * S1 + D")
+_op("v_fmaak_f64 v_fmamk_f64", "f64 = f64 f64 f64", lambda a, b, c: _fma64(a, b, c), "D = S0 * S1 + S2, one literal of 64 bits",
+    archs=GFX1250, source="LLVM: gfx1250")  # fmt: skip
 for _name in ("rcp", "rsq", "sqrt", "fract", "trunc", "floor", "ceil", "rndne"):
     _op(f"v_{_name}_f64", "f64 = f64", _UNARY[_name][0], f"D = {_UNARY[_name][1]}")
 _op("v_ldexp_f64", "f64 = f64 i32", lambda a, b: np.ldexp(a, b), "D = S0 * 2 ** S1")

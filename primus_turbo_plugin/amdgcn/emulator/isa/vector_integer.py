@@ -71,17 +71,17 @@ _op(
 for _name, _function in (("min", np.minimum), ("max", np.maximum)):
     for _kind in ("u32", "i32", "u16", "i16"):
         _op(f"v_{_name}_{_kind}", f"{_kind} = {_kind} {_kind}", _function, f"D = {_name}(S0, S1)")
-    for _kind in ("u32", "i32"):
+    for _kind in ("u32", "i32", "u16", "i16"):
         _op(
             f"v_{_name}3_{_kind}", f"{_kind} = {_kind} {_kind} {_kind}",
             lambda *a, f=_function: reduce(f, a), f"D = {_name}(S0, S1, S2)",
         )  # fmt: skip
-for _kind in ("u32", "i32"):
+for _kind in ("u32", "i32", "u16", "i16"):
     _op(
         f"v_med3_{_kind}", f"{_kind} = {_kind} {_kind} {_kind}",
         lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c)), "D = the middle of S0, S1, S2",
     )  # fmt: skip
-
+for _kind in ("u32", "i32"):
     _op(
         f"v_minmax_{_kind}", f"{_kind} = {_kind} {_kind} {_kind}",
         lambda a, b, c: np.maximum(np.minimum(a, b), c), "D = max(min(S0, S1), S2)", archs=GFX1250,
