@@ -131,6 +131,7 @@ def _report(out: Path) -> None:
     if not rows:
         return
     results.write_csv(rows, out / "results.csv")
+    results.write_csv(results.each_run(runs), out / "runs.csv")
     tables = results.markdown(rows) + "\n" + results.contrasts_markdown(results.contrasts(runs))
     (out / "results.md").write_text(tables)
     print(tables)

@@ -165,6 +165,24 @@ def table(runs: Runs) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: order.get(row["cell"], len(order)))
 
 
+def each_run(runs: Runs) -> list[dict[str, Any]]:
+    """One row a run: what the table's means and intervals are made of."""
+    return [
+        {
+            "cell": cell,
+            "seed": seed,
+            "steps": report["curve"][-1]["step"],
+            "validation_loss": final_loss(report),
+            "spikes": spikes(report),
+            "largest_grad_norm": max(point["grad_norm"] for point in report["curve"]),
+            "device": report["device"],
+            "torch": report["torch"],
+        }
+        for cell, reports in runs.items()
+        for seed, report in sorted(reports.items())
+    ]
+
+
 def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])

@@ -274,7 +274,15 @@ def test_one_command_runs_writes_everything_and_has_nothing_left(
     argv += ["--cells", "bf16,fprop+dgrad+wgrad.h16.wgrad"]
     assert study.main(argv) == 0
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"results.csv", "results.md", "loss_gap.png", "wgrad.csv", "wgrad_error.png", "outliers.png"} <= names
+    assert {
+        "results.csv",
+        "runs.csv",
+        "results.md",
+        "loss_gap.png",
+        "wgrad.csv",
+        "wgrad_error.png",
+        "outliers.png",
+    } <= names
     assert "| `fprop+dgrad+wgrad.h16.wgrad` | 2 |" in (tmp_path / "results.md").read_text()
     capsys.readouterr()
     assert study.main(argv) == 0
