@@ -109,8 +109,8 @@ def test_depth_adds_to_every_expert_but_the_empty_one(arch, name, monkeypatch, r
 def test_a_written_wgrad_of_an_empty_expert_is_zero_and_a_nan_stays_with_its_expert(
     arch, name, monkeypatch, rng
 ) -> None:
-    """Steps reach past an expert's tokens, where the next one's codes and scales lie; the last expert has none to read."""
-    counts = (5, 0, 40, 30, 0)
+    """Steps reach past an expert's tokens, where the next one's codes and scales lie; empty experts have none of their own."""
+    counts = (40, 0, 5, 30, 20, 0)
     specs = {"bf16": (None, SMALL), "fp8 rowwise": (ROW, CASES["fp8 rowwise"][2])}
     spec, config = specs.get(name, (MX8, replace(STEP, units="mx" if "units" in name else "half")))
     if arch == "gfx942" and config.units != "half":
@@ -118,16 +118,16 @@ def test_a_written_wgrad_of_an_empty_expert_is_zero_and_a_nan_stays_with_its_exp
             pytest.skip("gfx942 has no units for MX")
         config = replace(config, decode="scratch")
     dy, x = tokens(rng, counts, 24), tokens(rng, counts, 40)
-    x[5:45] = float("nan")
+    x[:40] = x[45:75] = float("nan")
     a, b, groups = depth_operands(dy, x, counts, (spec, spec), "cpu")
     out = torch.full((len(counts), 24, 40), float("nan"))
     emulated = _Emulated(arch, monkeypatch)
     key = grouped_gemm_key.depth_key(a, b, groups, out, accumulate=False, scales_by_expert=spec is ROW)
     multiple = grouped_gemm.offset_multiple(a, b)
     emulated.run(grouped_gemm.plan_depth(a, b, groups, out, key, config, multiple=multiple))
-    assert torch.equal(out[[1, 4]], torch.zeros(2, 24, 40))
-    assert bool(out[2].isnan().all())
-    assert bool(out[[0, 3]].isfinite().all())
+    assert torch.equal(out[[1, 5]], torch.zeros(2, 24, 40))
+    assert bool(out[[0, 3]].isnan().all())
+    assert bool(out[[2, 4]].isfinite().all())
 
 
 @pytest.mark.parametrize("arch", ARCHS)
