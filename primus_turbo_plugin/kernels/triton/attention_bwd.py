@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primus_turbo_plugin.kernels.triton.attention_tile import LOG2E, load_rows, tanh
+from primus_turbo_plugin.kernels.triton.attention_tile import LOG2E, load_rows, place_of, tanh
 
 
 @triton.jit
@@ -28,8 +28,8 @@ def attention_delta_kernel(
     head, batch = tl.program_id(1) % heads, tl.program_id(1) // heads
     first = tl.program_id(0) * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
-    out += tl.cast(batch, tl.int64) * stride_ob + head * stride_oh
-    dout += tl.cast(batch, tl.int64) * stride_gb + head * stride_gh
+    out += place_of(batch, 0, head, stride_ob, 0, stride_oh)
+    dout += place_of(batch, 0, head, stride_gb, 0, stride_gh)
     place = tl.cast(tl.program_id(1), tl.int64) * tokens + rows
     old = tl.load(lse + place, mask=rows < tokens, other=0.0)
     sees = old != -float("inf")

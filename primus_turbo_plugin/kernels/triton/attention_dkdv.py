@@ -18,6 +18,7 @@ from primus_turbo_plugin.kernels.triton.attention_tile import (
     key_words,
     load_columns,
     load_rows,
+    place_of,
     query_piece,
     query_range,
     query_words,
@@ -143,8 +144,8 @@ def attention_dkdv_kernel(
         return
 
     # Keys and values stay.
-    k += tl.cast(batch, tl.int64) * stride_kb + tl.cast(k_start, tl.int64) * stride_ks + group * stride_kh
-    v += tl.cast(batch, tl.int64) * stride_vb + tl.cast(k_start, tl.int64) * stride_vs + group * stride_vh
+    k += place_of(batch, k_start, group, stride_kb, stride_ks, stride_kh)
+    v += place_of(batch, k_start, group, stride_vb, stride_vs, stride_vh)
     k0 = load_rows(
         k, None, 0, 0, 0, first_key, k_len, stride_ks, stride_kd, BLOCK_N, 0, META.d0, META.dim, True, False, META.wide
     )
@@ -198,11 +199,11 @@ def attention_dkdv_kernel(
             META,
         )
         line = (tl.cast(batch, tl.int64) * heads + head) * q_tokens + q_start
-        q_here = q + tl.cast(batch, tl.int64) * stride_qb + tl.cast(q_start, tl.int64) * stride_qs + head * stride_qh
-        g_here = dout + tl.cast(batch, tl.int64) * stride_gb + tl.cast(q_start, tl.int64) * stride_gs + head * stride_gh
+        q_here = q + place_of(batch, q_start, head, stride_qb, stride_qs, stride_qh)
+        g_here = dout + place_of(batch, q_start, head, stride_gb, stride_gs, stride_gh)
         masked_here = masked
         if META.masked:
-            masked_here = masked + batch * stride_mb + head * stride_mh + tl.cast(q_start, tl.int64) * stride_mq
+            masked_here = masked + place_of(batch, q_start, head, stride_mb, stride_mq, stride_mh)
             masked_here = masked_here + keys.to(tl.int64)[:, None] * stride_mk
         column_words = keys
         query_word = 0
@@ -237,8 +238,7 @@ def attention_dkdv_kernel(
             )  # fmt: skip
 
     # Rows past k_len hold what masked blocks left there: zero.
-    dk += split * stride_dkp + tl.cast(batch, tl.int64) * stride_dkb + tl.cast(k_start, tl.int64) * stride_dks
-    dk += group * stride_dkh
+    dk += tl.cast(split, tl.int64) * stride_dkp + place_of(batch, k_start, group, stride_dkb, stride_dks, stride_dkh)
     store_rows(dk, dk0 * grad_scale, first_key, room, stride_dks, stride_dkd, BLOCK_N, 0, META.d0, META.dim, META.wide)
     if META.d1 > 0:
         store_rows(
@@ -254,8 +254,7 @@ def attention_dkdv_kernel(
             META.dim,
             META.wide,
         )
-    dv += split * stride_dvp + tl.cast(batch, tl.int64) * stride_dvb + tl.cast(k_start, tl.int64) * stride_dvs
-    dv += group * stride_dvh
+    dv += tl.cast(split, tl.int64) * stride_dvp + place_of(batch, k_start, group, stride_dvb, stride_dvs, stride_dvh)
     store_rows(
         dv, dvalues * keep_scale, first_key, room, stride_dvs, stride_dvd, BLOCK_N, 0, META.dv, META.v_dim, META.wide
     )

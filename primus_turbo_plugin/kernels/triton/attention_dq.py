@@ -18,6 +18,7 @@ from primus_turbo_plugin.kernels.triton.attention_tile import (
     key_words,
     load_columns,
     load_rows,
+    place_of,
     query_piece,
     query_words,
     seen,
@@ -130,10 +131,10 @@ def attention_dq_kernel(
     last = tl.minimum(first + BLOCK_M, q_len)
 
     # Queries and the gradients of their outputs stay.
-    q += tl.cast(batch, tl.int64) * stride_qb + tl.cast(q_start, tl.int64) * stride_qs + head * stride_qh
-    dout += tl.cast(batch, tl.int64) * stride_gb + tl.cast(q_start, tl.int64) * stride_gs + head * stride_gh
-    k += tl.cast(batch, tl.int64) * stride_kb + tl.cast(k_start, tl.int64) * stride_ks + group * stride_kh
-    v += tl.cast(batch, tl.int64) * stride_vb + tl.cast(k_start, tl.int64) * stride_vs + group * stride_vh
+    q += place_of(batch, q_start, head, stride_qb, stride_qs, stride_qh)
+    dout += place_of(batch, q_start, head, stride_gb, stride_gs, stride_gh)
+    k += place_of(batch, k_start, group, stride_kb, stride_ks, stride_kh)
+    v += place_of(batch, k_start, group, stride_vb, stride_vs, stride_vh)
     rows = first + tl.arange(0, BLOCK_M)
     q0 = load_rows(
         q, None, 0, 0, 0, first, q_len, stride_qs, stride_qd, BLOCK_M, 0, META.d0, META.dim, True, False, META.wide
@@ -152,7 +153,7 @@ def attention_dq_kernel(
     row_delta = tl.load(delta + line + rows, mask=rows < q_len, other=0.0)
     queries = position + rows
     if META.masked:
-        masked += batch * stride_mb + head * stride_mh
+        masked += place_of(batch, 0, head, stride_mb, 0, stride_mh)
         masked = masked + (q_start + tl.minimum(rows, q_len - 1)).to(tl.int64)[:, None] * stride_mq
     row_words = rows
     word = 0
@@ -192,7 +193,7 @@ def attention_dq_kernel(
             stride_ks, stride_kd, stride_vs, stride_vd, stride_mk, META, BLOCK_N, True,
         )  # fmt: skip
 
-    dq += tl.cast(batch, tl.int64) * stride_dqb + tl.cast(q_start, tl.int64) * stride_dqs + head * stride_dqh
+    dq += place_of(batch, q_start, head, stride_dqb, stride_dqs, stride_dqh)
     store_rows(dq, dq0 * grad_scale, first, room, stride_dqs, stride_dqd, BLOCK_M, 0, META.d0, META.dim, META.wide)
     if META.d1 > 0:
         store_rows(

@@ -28,6 +28,7 @@ from primus_turbo_plugin.kernels.triton.attention_tile import (
     kept_scores,
     key_range,
     key_words,
+    place_of,
     query_piece,
     query_words,
     seen,
@@ -195,7 +196,7 @@ def attention_fp8_fwd_kernel(
     rows = first + tl.arange(0, BLOCK_M)
     queries = position + rows
     if META.masked:
-        masked += batch * stride_mb + head * stride_mh
+        masked += place_of(batch, 0, head, stride_mb, 0, stride_mh)
         masked = masked + (q_start + tl.minimum(rows, q_len - 1)).to(tl.int64)[:, None] * stride_mq
     row_words = rows
     word = 0
@@ -240,7 +241,7 @@ def attention_fp8_fwd_kernel(
     # Rows that see nothing: 0 and -inf. Padding likewise, sink or not.
     is_query = rows < q_len
     acc = acc * tl.where(is_query & (total != 0), keep_scale * FP8.v_factor * unit / total, 0.0)[:, None]
-    out += tl.cast(batch, tl.int64) * stride_ob + tl.cast(q_start, tl.int64) * stride_os + head * stride_oh
+    out += place_of(batch, q_start, head, stride_ob, stride_os, stride_oh)
     store_rows(out, acc, first, room, stride_os, stride_od, BLOCK_M, 0, META.dv, META.v_dim, META.wide)
     lse += tl.cast(head_batch, tl.int64) * q_tokens + q_start
     logarithm = tl.where(is_query, (maximum + tl.log2(total) - FP8.p_bits) * LN2, -float("inf"))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primus_turbo_plugin.kernels.triton.attention_tile import find_piece
+from primus_turbo_plugin.kernels.triton.attention_tile import find_piece, place_of
 from primus_turbo_plugin.kernels.triton.rounding import abs_bits
 
 
@@ -89,7 +89,7 @@ def attention_quantize_kernel(
         return
     rows = tl.arange(0, BLOCK)
     cols = tl.arange(0, D)
-    x += tl.cast(batch, tl.int64) * stride_xb + head * stride_xh + tl.cast(start + first, tl.int64) * stride_xs
+    x += place_of(batch, start + first, head, stride_xb, stride_xs, stride_xh)
     places = rows.to(tl.int64)[:, None] * stride_xs + cols.to(tl.int64)[None, :] * stride_xd
     tile = tl.load(x + places, mask=(rows < length - first)[:, None] & (cols < DIM)[None, :], other=0.0)
     tile = tile.to(tl.float32)
@@ -105,7 +105,7 @@ def attention_quantize_kernel(
     tl.store(scales + line * slots + slot, tl.where(is_number, scale, float("nan")))
 
     if values is not None:
-        values += tl.cast(batch, tl.int64) * stride_vb + head * stride_vh + tl.cast(start + first, tl.int64) * stride_vs
+        values += place_of(batch, start + first, head, stride_vb, stride_vs, stride_vh)
         places = rows.to(tl.int64)[:, None] * stride_vs + cols[None, :] * stride_vd
         decoded = tl.where(is_number, code * scale, float("nan"))
         inside = (rows < room - first)[:, None] & (cols < DIM)[None, :]

@@ -24,6 +24,7 @@ from primus_turbo_plugin.kernels.triton.attention_tile import (
     key_range,
     key_words,
     load_rows,
+    place_of,
     query_piece,
     query_words,
     seen,
@@ -131,9 +132,9 @@ def attention_fwd_kernel(
     last = tl.minimum(first + BLOCK_M, q_len)
 
     # Queries, and where the rest starts.
-    q += tl.cast(batch, tl.int64) * stride_qb + tl.cast(q_start, tl.int64) * stride_qs + head * stride_qh
-    k += tl.cast(batch, tl.int64) * stride_kb + tl.cast(k_start, tl.int64) * stride_ks + group * stride_kh
-    v += tl.cast(batch, tl.int64) * stride_vb + tl.cast(k_start, tl.int64) * stride_vs + group * stride_vh
+    q += place_of(batch, q_start, head, stride_qb, stride_qs, stride_qh)
+    k += place_of(batch, k_start, group, stride_kb, stride_ks, stride_kh)
+    v += place_of(batch, k_start, group, stride_vb, stride_vs, stride_vh)
     rows = first + tl.arange(0, BLOCK_M)
     q0 = load_rows(
         q, None, 0, 0, 0, first, q_len, stride_qs, stride_qd, BLOCK_M, 0, META.d0, META.dim, True, False, META.wide
@@ -146,7 +147,7 @@ def attention_fwd_kernel(
         )  # fmt: skip
     queries = position + rows
     if META.masked:
-        masked += batch * stride_mb + head * stride_mh
+        masked += place_of(batch, 0, head, stride_mb, 0, stride_mh)
         masked = masked + (q_start + tl.minimum(rows, q_len - 1)).to(tl.int64)[:, None] * stride_mq
     row_words = rows
     word = 0
@@ -189,7 +190,7 @@ def attention_fwd_kernel(
     # Rows that see nothing: 0 and -inf. Padding likewise, sink or not.
     is_query = rows < q_len
     acc = acc * tl.where(is_query & (total > 0), keep_scale / total, 0.0)[:, None]
-    out += tl.cast(batch, tl.int64) * stride_ob + tl.cast(q_start, tl.int64) * stride_os + head * stride_oh
+    out += place_of(batch, q_start, head, stride_ob, stride_os, stride_oh)
     store_rows(out, acc, first, room, stride_os, stride_od, BLOCK_M, 0, META.dv, META.v_dim, META.wide)
     lse += tl.cast(head_batch, tl.int64) * q_tokens + q_start
     logarithm = tl.where(is_query, (maximum + tl.log2(total)) * LN2, -float("inf"))

@@ -182,6 +182,13 @@ def query_range(first, last, position, q_len, k_len, left, right, META: tl.const
 
 
 @triton.jit
+def place_of(batch, token, head, stride_b, stride_s, stride_h):
+    """Offset of a batch entry's token and head: 64 bits, since each product may need them."""
+    place = tl.cast(batch, tl.int64) * stride_b + tl.cast(token, tl.int64) * stride_s
+    return place + tl.cast(head, tl.int64) * stride_h
+
+
+@triton.jit
 def load_rows(
     x, desc, batch, head, start, first, length, stride_s, stride_d,
     ROWS: tl.constexpr, D_FIRST: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,

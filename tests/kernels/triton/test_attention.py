@@ -184,6 +184,28 @@ def test_offsets_go_past_two_to_the_31_elements(rng: torch.Generator) -> None:
     assert torch.equal(dq[:, :, -1:], want_dq)
 
 
+@needs_gpu
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_heads_may_lie_past_two_to_the_31_elements(softcap: float, rng: torch.Generator) -> None:
+    """`[batch, heads, tokens, dim]` tensors, whose heads are far apart; with a softcap the portable kernels read them."""
+    tokens, heads, dim = 66000, 130, 256
+    assert tokens * (heads - 1) * dim > 2**31
+    q = torch.zeros(1, heads, tokens, dim, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+    small = [torch.randn(1, tokens, 1, dim, generator=rng).bfloat16().cuda() for _ in range(4)]
+    q[:, :, -1:] = small[0]
+    k, v = small[1], small[2]
+    options = AttentionOptions(scale=dim**-0.5, mask=AttentionMask(causal=True, window=(256, 0)), softcap=softcap)
+    out, lse = attention.attention_fwd(q, k, v, options, out=torch.empty_like(q))
+    want, want_lse = attention.attention_fwd(small[0], k, v, options)
+    assert torch.equal(out[:, :, -1:], want)
+    assert torch.equal(lse[:, -1:], want_lse)
+    dout = torch.zeros_like(q)
+    dout[:, :, -1:] = small[3]
+    dq = attention.attention_bwd(dout, q, k, v, out, lse, options)[0]
+    want_dq = attention.attention_bwd(small[3], small[0], k, v, want, want_lse, options)[0]
+    assert torch.equal(dq[:, :, -1:], want_dq)
+
+
 @pytest.mark.parametrize("name", ["129", "mask of keys", "sinks, dropout and softcap"])
 def test_fake_kernels_give_the_shapes_dtypes_and_strides(name: str) -> None:
     """What torch.compile plans with: gradients as their tensors lie, lse fp32."""
