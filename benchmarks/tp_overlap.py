@@ -36,19 +36,16 @@ from torch import Tensor
 from benchmarks._ranks import Ranks, Row, Timing, geometric_mean, relative_error
 from benchmarks._tp_layer import layer_rows
 from benchmarks._tp_shapes import TOKENS, shapes_of
+from benchmarks._tp_transports import TRANSPORTS, Library, open_transport
 from primus_turbo_plugin.communication.costs import costs_of
 from primus_turbo_plugin.communication.opening import describe
 from primus_turbo_plugin.communication.overlap import Overlap, Payload
 from primus_turbo_plugin.communication.transports.base import Transport
-from primus_turbo_plugin.communication.transports.process_group import ProcessGroupTransport
-from primus_turbo_plugin.communication.transports.sdma import SdmaTransport
-from primus_turbo_plugin.communication.transports.shared_memory import SharedMemoryTransport
 
 with contextlib.suppress(ImportError):
     import torch.distributed._symmetric_memory
 
 TOLERANCE = 2e-2  # two roundings to bf16 of sums of a few thousand terms
-_KINDS = {"sdma": SdmaTransport, "process_group": ProcessGroupTransport, "shared_memory": SharedMemoryTransport}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +174,7 @@ class Bench:
         ranks, size = self.ranks, self.ranks.size
         xs, w = [self.random(tokens // size, k) for _ in range(3)], self.random(n, k, scale=k**-0.5)
         full, y, turned = self.random(tokens, k), self.random(tokens, n), w.t()
-        library = _Library(ranks)
+        library = Library(ranks)
 
         def sequential(i: int, out: Tensor | None) -> Tensor:
             library.all_gather(full, xs[i])
@@ -213,7 +210,7 @@ class Bench:
         ranks, size = self.ranks, self.ranks.size
         xs, w = [self.random(tokens, k) for _ in range(3)], self.random(n, k, scale=k**-0.5)
         part, y, turned = self.random(tokens, n), self.random(tokens // size, n), w.t()
-        library = _Library(ranks)
+        library = Library(ranks)
 
         def sequential(i: int, out: Tensor | None) -> Tensor:
             torch.mm(xs[i], turned, out=part)
@@ -282,7 +279,7 @@ class Bench:
 
     def bulk(self, tokens: int, k: int, n: int) -> None:
         """AG or RS of [tokens, k] under an unrelated GEMM [tokens, k] x [k, n]."""
-        size, library = self.ranks.size, _Library(self.ranks)
+        size, library = self.ranks.size, Library(self.ranks)
         shards, a, w = [self.random(tokens // size, k) for _ in range(3)], self.random(tokens, k), self.random(n, k)
         wholes = [self.random(tokens, k) for _ in range(3)]
         full, share, y, turned = self.random(tokens, k), self.random(tokens // size, k), self.random(tokens, n), w.t()
@@ -358,34 +355,10 @@ class Bench:
         say(f"host time a call, worst: {max(r.timing.host_us for r in ours):.0f} us{graph} (asked: 150 us)")
 
 
-class _Library:
-    """Collectives of the process group's own library."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.group = ranks.group
-        self.name = "NCCL" if "nccl" in dist.get_backend(self.group) and not ranks.shares_gpu else "gloo"
-        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-    def all_gather(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> dist.Work:
-        return self._gather(out, x, group=self.group, async_op=async_op)
-
-    def reduce_scatter(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> dist.Work:
-        return self._scatter(out, x, group=self.group, async_op=async_op)
-
-
-def open_transport(ranks: Ranks, name: str | None, *, memory: str | None = None) -> Transport:
-    """The transport of that name, or the device's usual one."""
-    kind = name or ("sdma" if ranks.device.type == "cuda" else "shared_memory")
-    group = ranks.control if ranks.shares_gpu else ranks.group
-    how = {"memory": memory} if kind == "sdma" else {}
-    return _KINDS[kind](group, ranks.device, **how)  # type: ignore[no-any-return]
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--transport", choices=tuple(_KINDS), help="default: sdma on cuda, shared_memory on cpu")
+    parser.add_argument("--transport", choices=TRANSPORTS, help="default: sdma on cuda, shared_memory on cpu")
     parser.add_argument("--memory", choices=("symmetric", "ipc"), help="of sdma; default: the first that works")
     parser.add_argument("--parts", default="fused,bulk,layer", help="which tables, separated by commas")
     parser.add_argument("--scale", type=int, default=1, help="divide every size by this (to see whether it runs)")

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from benchmarks._ranks import Ranks
 from benchmarks._tp_layer import HEAD, MODELS, compare, stack_step, variants_of
-from benchmarks.tp_overlap import open_transport
+from benchmarks._tp_transports import TRANSPORTS, open_transport
 from primus_turbo_plugin.communication.costs import costs_of
 from primus_turbo_plugin.communication.overlap import Overlap
 
@@ -42,7 +42,7 @@ def parse() -> argparse.Namespace:
         "--ranks", type=int, nargs="*", help="numbers of ranks; default: 1, 2, 4, 8 up to the GPUs there are"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--transport", choices=("sdma", "process_group", "shared_memory"))
+    parser.add_argument("--transport", choices=TRANSPORTS)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=4096, help="of each rank")
     parser.add_argument("--sequence", type=int, default=4096, help="tokens that attend to each other")

@@ -261,6 +261,44 @@ def test_memory_that_one_rank_cannot_have_is_an_error_on_all_and_tried_twice(
 
 
 @ranks(world_size=2, timeout_s=60)
+def test_a_call_asks_the_driver_no_more_than_it_must(rank_info: RankInfo, tmp_path: Any) -> None:
+    """What limits short GEMMs is the host: a copy, a signal and a wait for each chunk, and one mark to fork and one to join."""
+    os.environ["FAKE_FOLDER"] = str(tmp_path)
+    transport = _transport(None)
+    asked: dict[str, int] = {}
+
+    def counting(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*arguments: Any) -> Any:
+            asked[name] = asked.get(name, 0) + 1
+            return original(*arguments)
+
+        setattr(owner, name, counted)
+
+    for name in ("copy", "write", "wait_at_least"):
+        counting(transport.api, name)
+    counting(_Event, "record")
+    counting(_Stream, "wait_event")
+    x, whole, y, out = torch.ones(4, K), torch.ones(8, K), torch.empty(8, 3), torch.empty(4, 3)
+
+    def multiply(planes: list[Tensor], out: Tensor, add: Tensor | None) -> None:
+        out.fill_(1.0)
+
+    for chunks, forks in ((1, 1), (2, 2)):
+        overlap = Overlap(transport, chunks=chunks)
+        for _ in range(2):  # the first makes memory and the plan
+            asked.clear()
+            overlap.gather_gemm(Payload.plain(x), multiply, y, K)
+        assert asked == {"copy": chunks, "write": chunks, "wait_at_least": chunks, "record": 2, "wait_event": 2}
+        for _ in range(2):
+            asked.clear()
+            overlap.gemm_scatter(Payload.plain(whole), multiply, out, K, can_add=True)
+        marks = {"record": forks + 1, "wait_event": forks + 1}
+        assert asked == {"copy": chunks, "write": chunks, "wait_at_least": chunks, **marks}
+
+
+@ranks(world_size=2, timeout_s=60)
 def test_auto_is_decided_by_what_all_ranks_have(rank_info: RankInfo) -> None:
     """A rank without a driver must not go its own way while the other waits for it."""
     reason = "transport sdma: the CUDA driver cannot be used here"
