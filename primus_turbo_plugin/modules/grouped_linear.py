@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from primus_turbo_plugin.communication.collectives import group_size
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.functional.expert_bias import expert_bias_rows
 from primus_turbo_plugin.functional.grouped_linear import grouped_linear
@@ -127,6 +128,8 @@ class TurboGroupedLinear(TurboLinearMixin, Module):
             # Megatron's row-parallel linear marks its bias so under sequence parallelism, and its gradient is then summed over
             # ranks that hold other experts. A routed expert's tokens were gathered by the dispatcher: nothing is left to sum.
             every.sequence_parallel = False
+            # Up to 0.18 the norm of all gradients leaves out what is not so marked on all but the first tensor-parallel rank.
+            every.tensor_model_parallel = getattr(one, "tensor_model_parallel", False) or group_size(self.tp_group) == 1
             if getattr(one, "partition_dim", -1) >= 0:
                 every.partition_dim = one.partition_dim + 1
             self.register_parameter(name, every)
