@@ -1,5 +1,7 @@
 """Attention, forward and backward apart, against torch's scaled_dot_product_attention by cuDNN and by flash-attention 2.
 
+Packed sequences and windows, which it does not know, against torch's varlen_attn, flash-attention 2 as well.
+
     python -m benchmarks.attention [--cases causal full ...] [--json rows.jsonl]
 
 Every result is first compared with float64 attention of one group of heads, computed in blocks of rows: the signal-to-noise ratio
@@ -20,14 +22,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks._timing import HEADER, Row, describe_machine, measure_launches, report
 from primus_turbo_plugin.functional.attention import attention
-from primus_turbo_plugin.kernels.attention import AttentionMask
+from primus_turbo_plugin.kernels.attention import AttentionMask, Packing
 
 _ROWS = 1024  # of a block of the float64 attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One problem; `window` is how many keys before its own a query sees, -1 for all."""
+    """One problem; `window` is how many keys before its own a query sees, -1 for all; `lengths` are of packed sequences."""
 
     batch: int = 2
     seq: int = 8192
@@ -37,20 +39,35 @@ class Case:
     v_dim: int = 128
     causal: bool = True
     window: int = -1
+    lengths: tuple[int, ...] = ()
 
     @property
     def scores(self) -> float:
         """Visible scores of all heads."""
-        rows = torch.arange(self.seq, dtype=torch.float64)
-        seen = rows + 1 if self.causal else torch.full_like(rows, self.seq)
+        lengths = self.lengths or (self.seq,)
+        rows = torch.cat([torch.arange(length, dtype=torch.float64) for length in lengths])
+        behind = torch.cat([torch.full((length,), float(length), dtype=torch.float64) for length in lengths])
+        seen = rows + 1 if self.causal else behind
         if self.window >= 0:
             seen = seen.clamp_max(self.window + 1)
         return self.batch * self.heads * float(seen.sum())
 
+    @property
+    def sequences(self) -> Tensor:
+        """Which sequence each token belongs to."""
+        lengths = torch.tensor(self.lengths or (self.seq,))
+        return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+
+    @property
+    def ends(self) -> Tensor:
+        """Where each sequence starts, and behind the last: cu_seqlens."""
+        return torch.tensor([0, *(self.lengths or (self.seq,))], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
     def __str__(self) -> str:
         dims = str(self.dim) if self.dim == self.v_dim else f"{self.dim}/{self.v_dim}"
         limits = ("causal" if self.causal else "full") + (f" w{self.window}" if self.window >= 0 else "")
-        return f"b{self.batch} s{self.seq} h{self.heads}/{self.groups} d{dims} {limits}"
+        size = f"{len(self.lengths)} packed in s{self.seq}" if self.lengths else f"b{self.batch} s{self.seq}"
+        return f"{size} h{self.heads}/{self.groups} d{dims} {limits}"
 
 
 CASES: dict[str, Case] = {
@@ -66,6 +83,8 @@ CASES: dict[str, Case] = {
     "short": Case(batch=16, seq=1024),
     "long": Case(batch=1, seq=32768),
     "window": Case(batch=1, seq=32768, window=1023),
+    "packed": Case(batch=1, seq=16384, lengths=(5000, 3100, 700, 4096, 33, 1500, 1900, 55)),
+    "packed_short": Case(batch=1, seq=16384, lengths=(512, 1000, 777, 263, 1544) * 4),
 }
 
 Forward = Callable[[], Tensor]
@@ -79,9 +98,25 @@ def _inputs(case: Case) -> list[Tensor]:
 
 def _backends(case: Case, leaves: list[Tensor]) -> Iterator[tuple[str, Forward, list[Tensor]]]:
     """(name, forward, its leaves); outputs are [seq, batch, heads, v_dim]."""
-    yield "turbo", lambda: attention(*leaves, mask=AttentionMask(causal=case.causal, window=(case.window, -1))), leaves
-    if case.window >= 0:
-        return  # torch's kernels know no window
+    window, ends = (case.window, -1), case.ends.cuda()
+    if case.lengths:
+        mask = AttentionMask(causal=case.causal, packing=Packing(cu_seqlens_q=ends, cu_seqlens_k=ends))
+        yield "turbo", lambda: attention(*(x[:, 0] for x in leaves), layout="thd", mask=mask).unsqueeze(1), leaves
+    else:
+        yield "turbo", lambda: attention(*leaves, mask=AttentionMask(causal=case.causal, window=window)), leaves
+    if case.lengths or case.window >= 0:
+        from torch.nn.attention.varlen import varlen_attn
+
+        longest = max(case.lengths or (case.seq,))
+        reach = (case.window, 0 if case.causal else -1)
+
+        def packed() -> Tensor:
+            out = varlen_attn(*(x[:, 0] for x in leaves), ends, ends, longest, longest, window_size=reach)
+            assert isinstance(out, Tensor)
+            return out.unsqueeze(1)
+
+        yield "torch varlen flash", packed, leaves
+        return
     heads_first = [x.detach().permute(1, 2, 0, 3).requires_grad_() for x in leaves]
     for name, kind in (
         ("torch SDPA cuDNN", SDPBackend.CUDNN_ATTENTION),
@@ -105,7 +140,7 @@ def _float64(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[
     k64, v64 = (x[:, 0, 0].double() for x in (k, v))
     want = {"out": torch.empty_like(dout64), "dq": torch.empty_like(q64)}
     want |= {"dk": torch.zeros_like(k64), "dv": torch.zeros_like(v64)}
-    keys = torch.arange(case.seq, device=q.device)
+    keys, sequences = torch.arange(case.seq, device=q.device), case.sequences.to(q.device)
     scale = case.dim**-0.5
     for head in range(heads):
         for first in range(0, case.seq, _ROWS):
@@ -114,6 +149,7 @@ def _float64(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[
             hidden = (keys > places) if case.causal else torch.zeros_like(keys > places)
             if case.window >= 0:
                 hidden |= keys < places - case.window
+            hidden |= sequences != sequences[rows, None]
             p = (q64[rows, head] @ k64.T * scale).masked_fill_(hidden, -torch.inf).softmax(-1)
             g = dout64[rows, head]
             want["out"][rows, head] = p @ v64

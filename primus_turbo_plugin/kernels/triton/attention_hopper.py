@@ -22,8 +22,6 @@ _KEYS = 128
 _KEYS_WIDE = 64
 _WIDEST = 256
 _CACHED_BYTES = 16 << 20  # of 50 MB of L2 cache
-_RAGGED = 2**30  # rows of a packed tensor's descriptor
-_ENDLESS = 0x7FFF0000
 
 
 def applies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
@@ -38,7 +36,7 @@ def applies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) 
     """
     plain = problem.masked is None and problem.softcap == 0.0 and problem.seed is None and problem.scale > 0.0
     if problem.cu_q is not None:
-        plain = plain and q.shape[0] == 1 and max(q.shape[1], k.shape[1]) <= _RAGGED
+        plain = plain and q.shape[0] == 1
     return (
         plain
         and max(q.shape[3], v.shape[3]) <= _WIDEST
@@ -135,16 +133,29 @@ def dq_launch(
 def descriptor(x: Tensor, rows: int, width: int, problem: Problem | None = None) -> Any:
     """x `[batch, tokens, heads, dim]` in tiles of `rows` tokens of one head; columns past dim read as zero.
 
-    With a packed problem, rows past a sequence's end do, too: see `attention_hopper_tile.copy_rows`.
+    With a packed problem, rows past a sequence's end do, too: see
+    `attention_hopper_tile.copy_rows`.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape)] + [1]
+    block, layout = [1, rows, 1, width], _layout(128, 16, 4)
     if problem is None or problem.cu_q is None:
-        return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, width], _layout(128, 16, 4))
-    row = strides[1]
-    shape = [_ENDLESS, _ENDLESS, _RAGGED, *x.shape[2:]]
-    return TensorDescriptor(x, shape, [2**34 - row, row, *strides[1:]], [1, 1, rows, 1, width], _layout(128, 16, 5))
+        return TensorDescriptor(x, list(x.shape), strides, block, layout)
+    tokens, step = x.shape[1], strides[1]
+    base = _Moved(x, -tokens * step)
+    return TensorDescriptor(base, [tokens + 1, *x.shape[1:]], [step, *strides[1:]], block, layout)
+
+
+class _Moved:
+    """A tensor as far as a descriptor looks, `offset` elements away from `x`."""
+
+    def __init__(self, x: Tensor, offset: int) -> None:
+        self._x, self._offset = x, offset
+        self.dtype = x.dtype
+
+    def data_ptr(self) -> int:
+        return self._x.data_ptr() + self._offset * self._x.element_size()
 
 
 @functools.cache
@@ -183,11 +194,12 @@ def _numbers(q: Tensor, k: Tensor, problem: Problem) -> dict[str, Any]:
 
 
 def _query_sizes(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, Any]:
-    """What `attention_hopper_tile.query_tile` needs, and the rest of the numbers of a kernel that goes through queries."""
+    """What `attention_hopper_pieces.query_tile` needs, and the rest of the numbers of a kernel that goes through queries."""
     slots, lanes = query_slots(q, problem, _ROWS), q.shape[0] * q.shape[2]
     # The heads of a group share its keys and values.
     chunk = _chunk(k.shape[1] * (k.shape[3] + v.shape[3])) * (q.shape[2] // k.shape[2])
-    sizes = {"slots": slots, "items": slots * lanes, "chunk": min(chunk, lanes), "lanes": lanes}
+    sizes: dict[str, Any] = {"slots": slots, "items": slots * lanes, "chunk": min(chunk, lanes), "lanes": lanes}
+    sizes["counter"] = torch.zeros(1, dtype=torch.int32, device=q.device)
     return _numbers(q, k, problem) | sizes
 
 
@@ -197,7 +209,7 @@ def _chunk(elements: int) -> int:
 
 
 def _pieces(problem: Problem) -> Any:
-    from primus_turbo_plugin.kernels.triton.attention_hopper_tile import Pieces
+    from primus_turbo_plugin.kernels.triton.attention_hopper_pieces import Pieces
 
     return Pieces(packed=problem.cu_q is not None, zigzag=problem.cp_size > 1)
 

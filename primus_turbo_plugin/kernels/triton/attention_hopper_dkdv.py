@@ -21,18 +21,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from primus_turbo_plugin.kernels.triton.attention_hopper_pieces import (
+    blocks_of_a_head,
+    key_tile,
+    query_block,
+    query_runs,
+    visible,
+)
 from primus_turbo_plugin.kernels.triton.attention_hopper_tile import (
     ROWS,
     barriers,
-    blocks_of_a_head,
     copy_rows,
-    key_tile,
     load_tile,
-    query_block,
-    query_runs,
     ring,
     tile_2d,
-    visible,
 )
 
 
@@ -139,7 +141,7 @@ def attention_hopper_dkdv_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, META: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Programs: batch * groups * splits * slots of 128 keys; splits as `attention_dkdv_kernel` has them."""
-    lengths = (dk, dk, dk, dk)  # anything: a tuple of arguments takes no None
+    lengths = (0, 0, 0, 0)  # a tuple of arguments takes no None
     if META.packed:
         lengths = (cu_q, starts_q, cu_k, starts_k)
     heads_each = heads // groups // splits

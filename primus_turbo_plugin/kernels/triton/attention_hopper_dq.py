@@ -18,23 +18,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from primus_turbo_plugin.kernels.triton.attention_hopper_pieces import (
+    key_blocks,
+    query_tile,
+    visible,
+)
 from primus_turbo_plugin.kernels.triton.attention_hopper_tile import (
     ROWS,
     barriers,
-    copy_rows,
-    key_blocks,
-    query_tile,
+    copy_blocks,
+    item_ring,
+    next_item,
     ring,
     scores_of,
     tile_2d,
-    visible,
 )
 
 
 @gluon.jit
 def _differentiate(
     HALF: gl.constexpr, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
-    qg_full, qg_empty, k_full, k_empty, v_full, v_empty,
+    qg_full, qg_empty, k_full, k_empty, v_full, v_empty, ring_of_items, item_full, item_empty,
     dq, lse2, delta, lengths, sizes, items, left, right, scale, grad_scale, dim, strides,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, META: gl.constexpr,
 ):  # fmt: skip
@@ -54,8 +58,10 @@ def _differentiate(
     g = tile_2d(g_tiles.index(HALF), DTYPE, ROWS, D)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     base = 0  # blocks of the tiles before
-    tiles = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    tiles = 0  # with queries in them
+    turn = 0
+    item = gl.program_id(0)
+    while item < items:
         batch, head, first, q_start, q_len, room, _k_start, k_len, position = query_tile(
             item, lengths, sizes, META, 2 * ROWS
         )
@@ -121,70 +127,21 @@ def _differentiate(
                 places = dq + place + rows[:, None].to(gl.int64) * stride_dqs + cols[None, :]
                 acc_tail = (acc_tail * grad_scale).to(dq.dtype.element_ty)
                 gl.store(places, acc_tail, mask=(rows < room)[:, None] & (cols < dim)[None, :])
-
-
-@gluon.jit
-def _copy(
-    q_desc, q_tail_desc, g_desc, k_desc, k_tail_desc, v_desc, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
-    qg_full, qg_empty, k_full, k_empty, v_full, v_empty, lengths, sizes, items, groups, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, META: gl.constexpr,
-):  # fmt: skip
-    """The warp that keeps the rings full."""
-    SLOTS: gl.constexpr = k_ring.shape[0]
-    V_SLOTS: gl.constexpr = v_ring.shape[0]
-    BLOCK_N: gl.constexpr = k_ring.shape[-3]
-    D: gl.constexpr = k_ring.shape[-1]
-    heads = sizes[2]
-    base = 0
-    tiles = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        batch, head, first, q_start, q_len, room, k_start, k_len, position = query_tile(
-            item, lengths, sizes, META, 2 * ROWS
-        )
-        if first < room:
-            top, number, _right_masked, _left_masked = key_blocks(
-                first, gl.minimum(2 * ROWS, q_len - first), position, k_len, left, right, LEFT, RIGHT, BLOCK_N
-            )
-            group = head // (heads // groups)
-            for j in range(number):
-                step = base + j
-                slot, v_slot = step % SLOTS, step % V_SLOTS
-                key = (top - j) * BLOCK_N
-                mbarrier.wait(k_empty.index(slot), ((step // SLOTS) & 1) ^ 1)
-                full = k_full.index(slot)
-                mbarrier.expect(full, BLOCK_N * (D + TAIL) * 2)
-                copy_rows(k_desc, batch, k_start, k_len, key, group, 0, full, k_ring.index(slot), META)
-                if TAIL > 0:
-                    copy_rows(k_tail_desc, batch, k_start, k_len, key, group, D, full, k_tail_ring.index(slot), META)
-                if j == 0:
-                    mbarrier.wait(qg_empty, (tiles & 1) ^ 1)
-                    mbarrier.expect(qg_full, 2 * ROWS * (2 * D + TAIL) * 2)
-                    for half in gl.static_range(2):
-                        row = first + half * ROWS
-                        copy_rows(q_desc, batch, q_start, q_len, row, head, 0, qg_full, q_tiles.index(half), META)
-                        copy_rows(g_desc, batch, q_start, q_len, row, head, 0, qg_full, g_tiles.index(half), META)
-                        if TAIL > 0:
-                            copy_rows(
-                                q_tail_desc, batch, q_start, q_len, row, head, D, qg_full, q_tails.index(half), META
-                            )
-                mbarrier.wait(v_empty.index(v_slot), ((step // V_SLOTS) & 1) ^ 1)
-                full = v_full.index(v_slot)
-                mbarrier.expect(full, BLOCK_N * D * 2)
-                copy_rows(v_desc, batch, k_start, k_len, key, group, 0, full, v_ring.index(v_slot), META)
-            base += number
-            tiles += 1
+        item = next_item(turn, ring_of_items, item_full, item_empty)
+        turn += 1
 
 
 @gluon.jit
 def attention_hopper_dq_kernel(
-    q_desc, q_tail_desc, g_desc, k_desc, k_tail_desc, v_desc, dq, lse2, delta, cu_q, starts_q, cu_k, starts_k,
+    q_desc, q_tail_desc, g_desc, k_desc, k_tail_desc, v_desc, dq, lse2, delta, counter, cu_q, starts_q, cu_k, starts_k,
     items, slots, chunk, heads, groups, lanes, q_tokens, k_tokens, sequences, cp_rank, cp_size,
     left, right, scale, grad_scale, dim, stride_dqb, stride_dqs, stride_dqh,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, META: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """`items` tiles of 128 queries, shared out over the programs there are; see `query_tile`."""
-    lengths = (lse2, lse2, lse2, lse2)  # anything: a tuple of arguments takes no None
+    """`items` tiles of 128 queries, see `query_tile`; each program takes the next that is left when it is done with one, by
+    `counter`, an int32 that is zero at the start."""
+    lengths = (0, 0, 0, 0)  # a tuple of arguments takes no None
     if META.packed:
         lengths = (cu_q, starts_q, cu_k, starts_k)
     sizes = (slots, chunk, heads, lanes, q_tokens, k_tokens, sequences, cp_rank, cp_size)
@@ -200,26 +157,29 @@ def attention_hopper_dq_kernel(
     qg_full, qg_empty = barriers(1, 1).index(0), barriers(1, 2).index(0)
     k_full, k_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
     v_full, v_empty = barriers(V_SLOTS, 1), barriers(V_SLOTS, 2)
+    ring_of_items = item_ring()
+    item_full, item_empty = barriers(2, 1), barriers(2, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_differentiate, (
                 0, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
-                qg_full, qg_empty, k_full, k_empty, v_full, v_empty,
+                qg_full, qg_empty, k_full, k_empty, v_full, v_empty, ring_of_items, item_full, item_empty,
                 dq, lse2, delta, lengths, sizes, items, left, right, scale, grad_scale, dim, strides,
                 LEFT, RIGHT, TAIL, META,
             )),
             (_differentiate, (
                 1, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
-                qg_full, qg_empty, k_full, k_empty, v_full, v_empty,
+                qg_full, qg_empty, k_full, k_empty, v_full, v_empty, ring_of_items, item_full, item_empty,
                 dq, lse2, delta, lengths, sizes, items, left, right, scale, grad_scale, dim, strides,
                 LEFT, RIGHT, TAIL, META,
             )),
-            (_copy, (
+            (copy_blocks, (
                 q_desc, q_tail_desc, g_desc, k_desc, k_tail_desc, v_desc,
                 q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
-                qg_full, qg_empty, k_full, k_empty, v_full, v_empty, lengths, sizes, items, groups, left, right,
-                LEFT, RIGHT, TAIL, META,
+                qg_full, qg_empty, k_full, k_empty, v_full, v_empty, ring_of_items, item_full, item_empty,
+                lengths, sizes, items, counter, groups, left, right,
+                LEFT, RIGHT, TAIL, True, META,
             )),
         ],
         [4, 1],

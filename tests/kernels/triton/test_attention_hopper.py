@@ -124,14 +124,14 @@ class _HostLanguage:
 
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Index arithmetic of attention_hopper_tile.py, by name, as Python functions."""
-    from primus_turbo_plugin.kernels.triton import attention_hopper_tile, attention_tile
+    """Index arithmetic of attention_hopper_pieces.py, by name, as Python functions."""
+    from primus_turbo_plugin.kernels.triton import attention_hopper_pieces, attention_tile
 
-    monkeypatch.setattr(attention_hopper_tile, "gl", _HostLanguage)
+    monkeypatch.setattr(attention_hopper_pieces, "gl", _HostLanguage)
     monkeypatch.setattr(attention_tile, "tl", _HostLanguage)
     for name in ("query_piece", "find_sequence", "query_blocks", "query_run", "turn"):
-        monkeypatch.setattr(attention_hopper_tile, name, getattr(attention_hopper_tile, name).fn)
-    return lambda name: getattr(getattr(attention_hopper_tile, name), "fn", getattr(attention_hopper_tile, name))
+        monkeypatch.setattr(attention_hopper_pieces, name, getattr(attention_hopper_pieces, name).fn)
+    return lambda name: getattr(getattr(attention_hopper_pieces, name), "fn", getattr(attention_hopper_pieces, name))
 
 
 def test_blocks_and_masks_cover_exactly_what_is_seen(on_host: Callable[[str], Any], rng: torch.Generator) -> None:
@@ -189,7 +189,7 @@ def test_tiles_of_pieces_cover_every_token_and_visible_pair(
     every token, each once; and for each tile of keys exactly the queries that see any, against kernels/attention_spans.py."""
     from primus_turbo_plugin.kernels.attention import AttentionMask, ZigZag
     from primus_turbo_plugin.kernels.attention_spans import spans
-    from primus_turbo_plugin.kernels.triton.attention_hopper_tile import Pieces
+    from primus_turbo_plugin.kernels.triton.attention_hopper_pieces import Pieces
     from tests.kernels.triton.attention_cases import packing
 
     names = ("query_tile", "key_tile", "query_runs", "query_block", "visible", "blocks_of_a_head")
