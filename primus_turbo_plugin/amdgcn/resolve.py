@@ -32,6 +32,7 @@ BUILT_IN = (
     "primus_turbo_plugin.kernels.gluon.gemm_gfx950_targets",
     "primus_turbo_plugin.kernels.gluon.gemm_gfx1250_targets",
     "primus_turbo_plugin.kernels.triton.attention_targets",
+    "primus_turbo_plugin.kernels.triton.attention_fp8_targets",
 )
 """Modules of this package whose targets are known by name. Imported only when a bare name is asked for."""
 
