@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.megatron.test_checkpoints import _means
 from tests.megatron.test_models import GRADIENTS, LOSSES, MOE, SHARED
@@ -66,6 +67,37 @@ def test_tensor_and_expert_parallelism_together_match_megatrons_linears(rank_inf
     job = Job(model=SHARED, tensor=2, expert=2, sequence_parallel=True, steps=3, seed=rank_info.seed)
     same_training(job, turbo={"linear": "megatron"})
     same_training(job.but(tensor=1, expert=4, sequence_parallel=False), spec="local")
+
+
+def _route_all_alike(models: list[Any]) -> None:
+    """All tokens see the same two experts, those that a tie prefers, which are on one rank."""
+    for name, parameter in models[0].named_parameters():
+        if "router" in name:
+            torch.nn.init.zeros_(parameter)
+            parameter.requires_grad_(False)
+    for name, module in models[0].named_modules():
+        if name.endswith("mlp.experts"):
+            module.register_forward_pre_hook(lambda _, args: _TOKENS.append(int(args[1].sum())))
+
+
+_TOKENS: list[int] = []
+"""That reached the experts of this rank, call by call."""
+
+
+@ranks(world_size=2, megatron=True)
+def test_a_rank_whose_experts_get_no_token_keeps_step_with_the_others(rank_info: RankInfo) -> None:
+    """Its gradients are zeros, but they come: DDP and the other rank would wait for them for ever."""
+    _pretend_apex_for_the_output_layer()
+    for fused in (False, True):
+        for precision in ("bf16", "mxfp4"):
+            model = {**MOE, **WIDE, "gradient_accumulation_fusion": fused, "moe_router_load_balancing_type": "none"}
+            job = Job(model=model, turbo={"precision": precision}, expert=2, bf16=True, steps=2, seed=rank_info.seed)
+            job = job.but(ddp={"overlap_grad_reduce": True}, on_model=_route_all_alike, optimizer={"clip_grad": 0.0})
+            grouped = train(job.but(model={**model, **GROUPED}))
+            assert grouped.losses == train(job).losses, (fused, precision)
+    busy: list[Any] = [None, None]
+    dist.all_gather_object(busy, any(_TOKENS))
+    assert sorted(busy) == [False, True], "else it is not what this test is about"
 
 
 @ranks(world_size=2, megatron=True)
