@@ -41,7 +41,7 @@ from primus_turbo_plugin.precision.rounding import RoundingKey
 _SEED = 20260801
 _MIN_ATTENTION_SNR_DB = 40.0
 _MIN_FP8_SNR_DB = {"out": 28.0}  # of attention at the decoded numbers: probabilities are off by 2.6 %
-_MIN_FP8_GRADIENT_SNR_DB = 36.0  # 1.6 %: delta takes part in those, and bf16's roundings come to it
+_MIN_FP8_GRADIENT_SNR_DB = 32.0  # 2.5 %: their errors take part in delta, most in the first rows
 _NORM_RTOL = 2.0**-8
 
 Copies: TypeAlias = "tuple[QuantizedTensor | None, QuantizedTensor | None]"
