@@ -6,6 +6,7 @@ GEMM, in one chunk, and the start-up report says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -32,6 +33,7 @@ class Costs:
         host_us: Host time of one operation of a schedule.
         split_gemm_ms: Below so much GEMM one chunk is best.
         min_gemm_ms: Below so much GEMM nothing has been won.
+        wave_outputs: Elements of a result that fill the device once: compute units times a tile.
         switched: Peers are behind a switch: puts to one peer after the other, each at full speed.
         source: Of the numbers.
     """
@@ -43,6 +45,7 @@ class Costs:
     host_us: float
     split_gemm_ms: float
     min_gemm_ms: float
+    wave_outputs: int
     switched: bool
     source: str
 
@@ -56,6 +59,7 @@ MEASURED: Mapping[str, Costs] = {
         host_us=8.0,
         split_gemm_ms=0.5,
         min_gemm_ms=0.15,
+        wave_outputs=132 * 128 * 256,
         switched=True,
         source="2 H200, torch 2.11, BF16: 8192 tokens, GEMMs of 0.16 to 1.25 ms; nothing smaller was measured",
     ),
@@ -72,8 +76,23 @@ def gemm_ms(costs: Costs, rows: int, columns: int, contraction: int) -> float:
     return 2e-9 * rows * columns * contraction / costs.gemm_tflops
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a collective and its GEMM are cut.
+
+    Attributes:
+        chunks: Pieces that each rank's rows travel in.
+        add: The GEMM adds what has arrived (scatter, of two ranks).
+        merge: How many senders' rows are multiplied at once (gather, in one chunk).
+    """
+
+    chunks: int = 1
+    add: bool = False
+    merge: int = 1
+
+
 def pipeline_ms(
-    kind: Kind, costs: Costs, gemm: float, copy: float, world_size: int, chunks: int, *, add: bool = False
+    kind: Kind, costs: Costs, gemm: float, copy: float, world_size: int, cut: Cut, *, outputs: float = math.inf
 ) -> float:
     """Expected time of an overlapped collective.
 
@@ -83,38 +102,59 @@ def pipeline_ms(
         gemm: Time of the whole GEMM, ms.
         copy: Time of all copies into one rank, ms.
         world_size: Ranks.
-        chunks: Pieces of each rank's rows.
-        add: The GEMM adds what has arrived (scatter).
+        cut: Into which pieces.
+        outputs: Elements of the whole GEMM's result. One that does not fill the device takes as long as one that does.
     """
-    remote = (world_size - 1) * chunks
-    cut = costs.chunk_us / 1e3
-    own, piece, transfer = gemm / world_size, gemm / world_size / chunks + cut, copy / remote
+    remote = (world_size - 1) * cut.chunks
+    least = gemm * costs.wave_outputs / outputs if outputs else 0.0
+    own, piece, transfer = (
+        max(gemm / world_size, least),
+        max(gemm / world_size / cut.chunks, least) + costs.chunk_us / 1e3,
+        copy / remote,
+    )
     now = 0.0
     if kind == "gather":
         now = own
-        for i in range(remote):
-            now = max(now, (i + 1) * transfer) + piece
+        for last in range(cut.merge - 1, remote + cut.merge - 1, cut.merge):
+            arrived = min(last, remote - 1)
+            senders = cut.merge - (last - arrived)
+            now = max(now, (arrived + 1) * transfer) + max(piece, senders * gemm / world_size / cut.chunks)
+        launches = -(-remote // cut.merge)
     else:
-        lane, arrived = 0.0, []
+        lane, arrivals = 0.0, []
         for _ in range(remote):
             now += piece
             lane = max(lane, now) + transfer
-            arrived.append(lane)
-        if add:
-            for chunk in range(chunks):
-                now = max(now, arrived[chunk]) + piece
+            arrivals.append(lane)
+        if cut.add:
+            for chunk in range(cut.chunks):
+                now = max(now, arrivals[chunk]) + piece
         else:
             part = copy / (world_size - 1) * costs.copy_gb_s / costs.memory_gb_s
             now = max(now + own, lane) + (world_size + 1) * part  # the sum reads every rank's part and writes one
-    host = costs.host_us * (6 * world_size + 4 * remote) / 1e3
+        launches = remote
+    host = costs.host_us * (4 * world_size + 2 * remote + 2 * launches) / 1e3
     return max(now, host)
 
 
-def best_chunks(
-    kind: Kind, costs: Costs | None, gemm: float, copy: float, world_size: int, *, can_add: bool = False
-) -> tuple[int, bool]:
-    """Chunks, and whether the GEMM adds what has arrived: the quickest by the model; one chunk without measured costs."""
-    if costs is None or (kind == "gather" and gemm < costs.split_gemm_ms):
-        return 1, False
-    ways = [(chunks, add) for chunks in CHUNKS for add in ((False, True) if can_add and chunks > 1 else (False,))]
-    return min(ways, key=lambda way: pipeline_ms(kind, costs, gemm, copy, world_size, way[0], add=way[1]))
+def best_cut(
+    kind: Kind,
+    costs: Costs | None,
+    gemm: float,
+    copy: float,
+    world_size: int,
+    *,
+    can_add: bool = False,
+    outputs: float = math.inf,
+) -> Cut:
+    """The quickest cut by the model; one chunk without measured costs. Arguments as above; `can_add`: whether the GEMM may."""
+    if costs is None or world_size == 1:
+        return Cut()
+    if kind == "gather":
+        cuts = [Cut(merge=merge) for merge in range(1, world_size)]
+        cuts += [Cut(chunks) for chunks in CHUNKS[1:] if gemm >= costs.split_gemm_ms]
+    else:
+        cuts = [
+            Cut(chunks, add) for chunks in CHUNKS for add in ((False, True) if can_add and chunks > 1 else (False,))
+        ]
+    return min(cuts, key=lambda cut: pipeline_ms(kind, costs, gemm, copy, world_size, cut, outputs=outputs))

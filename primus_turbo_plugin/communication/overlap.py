@@ -20,7 +20,7 @@ from torch import Tensor
 
 from primus_turbo_plugin.communication import schedules
 from primus_turbo_plugin.communication.collectives import Pending
-from primus_turbo_plugin.communication.costs import Costs, best_chunks, gemm_ms
+from primus_turbo_plugin.communication.costs import Costs, Cut, Kind, best_cut, gemm_ms
 from primus_turbo_plugin.communication.executor import Channel, Form, Multiply
 from primus_turbo_plugin.communication.schedules import Program
 from primus_turbo_plugin.communication.tracing import Tracer
@@ -115,13 +115,13 @@ class Overlap:
         Returns:
             The gathered planes; without `keep` this rank's own rows in them are not written.
         """
-        chunks, _ = self._plan("gather", y.shape[0], y.shape[1], contraction, x.nbytes, can_add=False)
+        cut = self._cut("gather", y.shape[0], y.shape[1], contraction, x.nbytes)
         rows = (x.rows,) * self.world_size
         align = max(align, _align(x))
         if self.ring:
-            programs = _ring_gather_gemm_programs(rows, chunks, align, keep)
+            programs = _ring_gather_gemm_programs(rows, cut.chunks, align, keep)
         else:
-            programs = _gather_gemm_programs(rows, chunks, self._lanes(), align, keep)
+            programs = _gather_gemm_programs(rows, cut.chunks, self._lanes(), align, keep, cut.merge)
         call = self._gathers.start(programs, x.planes, x.forms, multiply=multiply, output=y, label=label)
         return self._gathers.finish(call)
 
@@ -149,8 +149,9 @@ class Overlap:
             programs, travels = _ring_scatter_programs(rows), torch.promote_types(y.dtype, torch.float32)
         else:
             can_add = can_add and self.world_size == 2
-            chunks, add = self._plan("scatter", x.rows, y.shape[1], contraction, y.nbytes, can_add=can_add)
-            programs, travels = _gemm_scatter_programs(rows, chunks, self._lanes(), _align(x), add), y.dtype
+            cut = self._cut("scatter", x.rows, y.shape[1], contraction, y.nbytes, can_add=can_add)
+            programs = _gemm_scatter_programs(rows, cut.chunks, self._lanes(), _align(x), cut.add)
+            travels = y.dtype
         partial = torch.empty(x.rows, *y.shape[1:], dtype=travels, device=y.device)
         call = self._scatters.start(
             programs,
@@ -186,16 +187,14 @@ class Overlap:
     def _lanes(self) -> int:
         return 1 if self.costs is not None and self.costs.switched else max(1, self.world_size - 1)
 
-    def _plan(
-        self, kind: str, rows: int, columns: int, contraction: int, nbytes: int, *, can_add: bool
-    ) -> tuple[int, bool]:
+    def _cut(self, kind: Kind, rows: int, columns: int, contraction: int, nbytes: int, *, can_add: bool = False) -> Cut:
         if self.chunks is not None:
-            return self.chunks, can_add and self.chunks > 1
+            return Cut(self.chunks, can_add and self.chunks > 1)
         if self.costs is None:
-            return 1, False
+            return Cut()
         gemm = gemm_ms(self.costs, rows, columns, contraction)
         copy = nbytes * (self.world_size - 1) / self.costs.copy_gb_s / 1e6
-        return _best_chunks(kind, self.costs, gemm, copy, self.world_size, can_add)
+        return _best_cut(kind, self.costs, gemm, copy, self.world_size, can_add, rows * columns)
 
 
 def _align(x: Payload) -> int:
@@ -203,14 +202,16 @@ def _align(x: Payload) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _best_chunks(kind: str, costs: Costs, gemm: float, copy: float, world_size: int, can_add: bool) -> tuple[int, bool]:
+def _best_cut(kind: Kind, costs: Costs, gemm: float, copy: float, world_size: int, can_add: bool, outputs: int) -> Cut:
     """The model's answer takes longer than the launch of a call, so it is remembered."""
-    return best_chunks(kind, costs, gemm, copy, world_size, can_add=can_add)  # type: ignore[arg-type]
+    return best_cut(kind, costs, gemm, copy, world_size, can_add=can_add, outputs=outputs)
 
 
 @functools.lru_cache(maxsize=256)
-def _gather_gemm_programs(rows: Sequence[int], chunks: int, lanes: int, align: int, keep: bool) -> tuple[Program, ...]:
-    make = functools.partial(schedules.all_gather_gemm, chunks=chunks, lanes=lanes, align=align, keep=keep)
+def _gather_gemm_programs(
+    rows: Sequence[int], chunks: int, lanes: int, align: int, keep: bool, merge: int
+) -> tuple[Program, ...]:
+    make = functools.partial(schedules.all_gather_gemm, chunks=chunks, lanes=lanes, align=align, keep=keep, merge=merge)
     return tuple(make(rank, rows) for rank in range(len(rows)))
 
 

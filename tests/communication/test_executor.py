@@ -65,7 +65,7 @@ def test_fused_collectives_give_the_plain_ones_result(rank_info: RankInfo, trans
         programs = tuple(
             schedules.ring_all_gather_gemm(r, rows, chunks=chunks, keep=keep)
             if ring
-            else make(r, rows, chunks=chunks, lanes=lanes, keep=keep)
+            else make(r, rows, chunks=chunks, lanes=lanes, keep=keep, merge=1 + case % 4 if chunks == 1 else 1)
             for r in range(size)
         )
         y = torch.full((sum(rows), N), torch.nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from primus_turbo_plugin.communication import opening
-from primus_turbo_plugin.communication.costs import CHUNKS, MEASURED, best_chunks, gemm_ms, pipeline_ms
+from primus_turbo_plugin.communication.costs import CHUNKS, MEASURED, Cut, best_cut, gemm_ms, pipeline_ms
 from primus_turbo_plugin.communication.overlap import Overlap
 from primus_turbo_plugin.communication.transports import shared_memory
 from primus_turbo_plugin.communication.transports.base import Capabilities
@@ -141,16 +142,34 @@ def test_gemms_below_the_measured_size_are_refused_with_both_numbers() -> None:
 def test_a_gather_before_less_than_half_a_millisecond_of_gemm_is_one_chunk(k: int, n: int) -> None:
     gemm = gemm_ms(H200, 8192, n, k)
     assert gemm < H200.split_gemm_ms
-    assert best_chunks("gather", H200, gemm, 0.2, 2) == (1, False)
+    assert best_cut("gather", H200, gemm, 0.2, 2) == Cut()
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter"])
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_the_choice_is_the_models_best_and_copies_that_exceed_the_gemm_are_cut(kind: Any, world_size: int) -> None:
     for gemm, copy in ((1.25, 0.1), (1.0, 0.9), (3.0, 5.0)):
-        chunks, add = best_chunks(kind, H200, gemm, copy, world_size)
-        best = pipeline_ms(kind, H200, gemm, copy, world_size, chunks, add=add)
-        assert best == min(pipeline_ms(kind, H200, gemm, copy, world_size, c) for c in CHUNKS)
+        cut = best_cut(kind, H200, gemm, copy, world_size)
+        best = pipeline_ms(kind, H200, gemm, copy, world_size, cut)
+        assert best <= min(pipeline_ms(kind, H200, gemm, copy, world_size, Cut(c)) for c in CHUNKS)
         assert best >= max(gemm, 0.0)
-    assert best_chunks("scatter", H200, 3.0, 5.0, 2)[0] > 1
-    assert best_chunks("scatter", None, 3.0, 5.0, 2) == (1, False)
+    assert best_cut("scatter", H200, 3.0, 5.0, 2).chunks > 1
+    assert best_cut("scatter", None, 3.0, 5.0, 2) == Cut()
+
+
+def test_senders_are_merged_where_their_rows_alone_would_not_fill_the_device() -> None:
+    """8192 x 8192 x 1280 on eight ranks: 1024 rows x 1280 columns are a third of an H200's 132 tiles of 128 x 256."""
+    gemm, copy = gemm_ms(H200, 8192, 1280, 8192), 8192 * 7 / 8 * 8192 * 2 / H200.copy_gb_s / 1e6
+    cut = best_cut("gather", H200, gemm, copy, 8, outputs=8192 * 1280)
+    assert cut.chunks == 1
+    assert cut.merge > 1
+    merged, apart = (pipeline_ms("gather", H200, gemm, copy, 8, c, outputs=8192 * 1280) for c in (cut, Cut()))
+    assert merged < apart
+    assert best_cut("gather", H200, 3.0, 5.0, 8, outputs=8192 * 57344).merge == 1  # waiting would cost more
+
+
+def test_merging_all_senders_waits_for_the_last() -> None:
+    gemm, copy = 1.0, 0.7
+    costs = dataclasses.replace(H200, host_us=0.0, chunk_us=0.0)
+    assert pipeline_ms("gather", costs, gemm, copy, 8, Cut(merge=7)) == pytest.approx(copy + gemm * 7 / 8)
+    assert pipeline_ms("gather", costs, gemm, copy, 8, Cut(merge=3)) == pytest.approx(0.3 + gemm * 7 / 8)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from primus_turbo_plugin.communication import schedules
 from primus_turbo_plugin.communication.schedules import Program
 from primus_turbo_plugin.communication.schedules.check import CallOf, check, check_calls, gathered, scattered
-from primus_turbo_plugin.communication.schedules.program import COMPUTE, Fork, Join, Put, Signal, Wait, incoming
+from primus_turbo_plugin.communication.schedules.program import COMPUTE, Fork, Gemm, Join, Put, Signal, Wait, incoming
 from primus_turbo_plugin.communication.schedules.rows import chunks_of, even_shares
 
 QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,6 +37,15 @@ def _of_all(make: Callable[..., Program], rows: Sequence[int], **choices: Any) -
 def test_all_gather_gemm(rows: tuple[int, ...], chunks: int, lanes: int, align: int, keep: bool) -> None:
     programs = _of_all(schedules.all_gather_gemm, rows, chunks=chunks, lanes=lanes, align=align, keep=keep)
     assert check(programs, rows, gathered(rows), calls=3) == []
+
+
+@QUICK
+@given(worlds(), st.integers(1, 16), st.integers(1, 16), st.booleans())
+def test_all_gather_gemm_of_several_senders_at_once(rows: tuple[int, ...], lanes: int, merge: int, keep: bool) -> None:
+    programs = _of_all(schedules.all_gather_gemm, rows, lanes=lanes, merge=merge, keep=keep)
+    assert check(programs, rows, gathered(rows), calls=3) == []
+    most = max(-(-rank // merge) + -(-(len(rows) - 1 - rank) // merge) for rank in range(len(rows)))
+    assert max(sum(isinstance(op, Gemm) for op in p.ops()) for p in programs) <= 1 + most + 1
 
 
 @QUICK

@@ -29,9 +29,16 @@ from primus_turbo_plugin.communication.schedules.rows import chunks_of, offsets
 
 
 def all_gather_gemm(
-    rank: int, rows: Sequence[int], *, chunks: int = 1, lanes: int | None = None, align: int = 1, keep: bool = False
+    rank: int,
+    rows: Sequence[int],
+    *,
+    chunks: int = 1,
+    lanes: int | None = None,
+    align: int = 1,
+    keep: bool = False,
+    merge: int = 1,
 ) -> Program:
-    """y = AG(x) @ w.T, chunk by chunk.
+    """y = AG(x) @ w.T, chunk by chunk, or some senders' rows at once.
 
     Args:
         rank: Whose program.
@@ -40,20 +47,32 @@ def all_gather_gemm(
         lanes: Copy lanes; None is one a peer.
         align: Chunks are cut at multiples of so many rows (a block of scales must not be torn).
         keep: Put the own rows into the own slot as well, so that it holds all rows for a later GEMM.
+        merge: Multiply the rows of so many senders at once, for GEMMs that would be too small; with one chunk only.
     """
+    assert merge == 1 or chunks == 1, (merge, chunks)
     start = offsets(rows)
     own = rows[rank]
     ops, num_lanes = _push(rank, rows, chunks=chunks, lanes=lanes, align=align, keep=keep)
     ops.append(Gemm(Rows("input", 0, own), Rows("output", start[rank], start[rank] + own)))
     for chunk in range(chunks):
-        for sender in _senders(rank, len(rows)):
-            a, b = chunks_of(rows[sender], chunks, align)[chunk]
-            if chunk == 0 or b > a:
-                ops.append(Wait(COMPUTE, sender, chunk))
-            place = (start[sender] + a, start[sender] + b)
+        for senders in _neighbours(_senders(rank, len(rows)), merge):
+            pieces = [chunks_of(rows[sender], chunks, align)[chunk] for sender in senders]
+            ops += [Wait(COMPUTE, sender, chunk) for sender, (a, b) in zip(senders, pieces) if chunk == 0 or b > a]
+            place = (start[senders[-1]] + pieces[-1][0], start[senders[0]] + pieces[0][1])
             ops.append(Gemm(Rows("slot", *place), Rows("output", *place)))
     ops += [Join(lane) for lane in range(num_lanes)]
     return _program(rank, rows, ops, (), num_lanes, chunks, output_rows=start[-1])
+
+
+def _neighbours(senders: Sequence[int], most: int) -> list[list[int]]:
+    """Runs of at most so many senders whose rows lie side by side, last first."""
+    runs: list[list[int]] = []
+    for sender in senders:
+        if runs and len(runs[-1]) < most and sender == runs[-1][-1] - 1:
+            runs[-1].append(sender)
+        else:
+            runs.append([sender])
+    return runs
 
 
 def all_gather(rank: int, rows: Sequence[int], *, lanes: int | None = None) -> Program:
