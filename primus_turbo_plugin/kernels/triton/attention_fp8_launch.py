@@ -59,13 +59,10 @@ def key_slots(tokens: int, problem: Problem) -> int:
 
 def new_codes(x: Tensor, slots: int, units: Units, *, rows: bool = False, columns: bool = False) -> Codes:
     """Room for the copies of x `[batch, tokens, heads, dim]`."""
-    lines = x.shape[0] * x.shape[2]
-    made: list[Tensor | None] = [None, None]
-    if rows:
-        made[0] = x.new_empty(lines, slots * BLOCK_TOKENS, sum(split_columns(x.shape[3])), dtype=CODES[units])
-    if columns:
-        made[1] = x.new_empty(lines, launch.padded(x.shape[3]), slots * BLOCK_TOKENS, dtype=CODES[units])
-    return Codes(*made, x.new_empty(lines, slots, dtype=torch.float32))
+    lines, length = x.shape[0] * x.shape[2], slots * BLOCK_TOKENS
+    by_row = x.new_empty(lines, length, sum(split_columns(x.shape[3])), dtype=CODES[units]) if rows else None
+    by_column = x.new_empty(lines, launch.padded(x.shape[3]), length, dtype=CODES[units]) if columns else None
+    return Codes(by_row, by_column, x.new_empty(lines, slots, dtype=torch.float32))
 
 
 def quantize_launch(
