@@ -10,6 +10,7 @@ every expert that has a token wastes less than one multiple.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,14 +30,16 @@ class Groups:
         offsets: int64 `[groups + 1]`, on the device of the rows.
         total: Rows.
         host: The offsets where the host knows them without asking the device, else None.
+        multiple: What all offsets are known to be multiples of.
     """
 
     offsets: Tensor
     total: int
     host: tuple[int, ...] | None = None
+    multiple: int = 1
 
     @classmethod
-    def of(cls, tokens_per_group: Tensor, total: int, device: torch.device) -> Groups:
+    def of(cls, tokens_per_group: Tensor, total: int, device: torch.device, *, multiple: int = 1) -> Groups:
         """The groups of rows that are sorted by group.
 
         Args:
@@ -44,9 +47,12 @@ class Groups:
                 there, without waiting: a wrong one stops the program with torch's device-side assertion.
             total: Rows.
             device: Of the rows.
+            multiple: What every group's rows are a multiple of, as where a router or dispatcher pads them: such rows need not be
+                moved apart to be quantised along tokens. Checked as the sum is.
 
         Raises:
-            ShapeError: Not a vector of integers, on another device, or (known on the host) of another sum or negative.
+            ShapeError: Not a vector of integers, on another device, or (known on the host) of another sum, negative, or no
+                multiples.
         """
         if tokens_per_group.dim() != 1 or tokens_per_group.dtype not in _INTEGERS or not tokens_per_group.numel():
             raise ShapeError(
@@ -64,14 +70,22 @@ class Groups:
             torch._assert_async(
                 ends[-1] == total, f"grouped GEMM: tokens_per_expert must sum to {total}, the rows of x"
             )
-            return cls(torch.nn.functional.pad(ends, (1, 0)), total)
+            if multiple > 1:
+                wanted = f"grouped GEMM: tokens_per_expert must be multiples of {multiple}, as said"
+                torch._assert_async((counts % multiple == 0).all(), wanted)
+            return cls(torch.nn.functional.pad(ends, (1, 0)), total, multiple=multiple)
         host = (0, *counts.cumsum(0).tolist())
         if host[-1] != total or min(counts.tolist()) < 0:
             raise ShapeError(
                 f"grouped GEMM: tokens_per_expert must be non-negative and sum to the rows of x, {total}; got "
                 f"{_shown(counts)} with sum {host[-1]}."
             )
-        return cls(torch.tensor(host, dtype=torch.int64).to(device, non_blocking=True), total, host)
+        if any(offset % multiple for offset in host):
+            raise ShapeError(
+                f"grouped GEMM: tokens_per_expert must be multiples of {multiple}, as said; got {_shown(counts)}."
+            )
+        offsets = torch.tensor(host, dtype=torch.int64).to(device, non_blocking=True)
+        return cls(offsets, total, host, math.gcd(*host))
 
     @property
     def count(self) -> int:
@@ -89,17 +103,17 @@ class Groups:
 
     def padded(self, multiple: int) -> Groups:
         """The groups when each one's rows are padded to a multiple; these groups where that is known to change nothing."""
-        if multiple == 1 or (self.host is not None and all(offset % multiple == 0 for offset in self.host)):
+        if self.multiple % multiple == 0:  # 0 is a multiple of everything: no row at all
             return self
         sizes = (self.offsets.diff() + multiple - 1) // multiple * multiple
         offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
         if self.host is None:
             most = self.total + min(self.count, self.total) * (multiple - 1)
-            return Groups(offsets, most // multiple * multiple)
+            return Groups(offsets, most // multiple * multiple, multiple=multiple)
         host = [0]
         for start, stop in pairwise(self.host):
             host.append(host[-1] + -(-(stop - start) // multiple) * multiple)
-        return Groups(offsets, host[-1], tuple(host))
+        return Groups(offsets, host[-1], tuple(host), multiple)
 
     def places_in(self, padded: Groups) -> Tensor:
         """Row of `padded` that each row moves to, int64 `[total]`."""

@@ -182,6 +182,8 @@ def test_groups_check_what_the_host_knows() -> None:
     cpu = torch.device("cpu")
     with pytest.raises(ShapeError, match=r"sum to the rows of x, 7; got \[3, 3\] with sum 6"):
         Groups.of(torch.tensor([3, 3]), 7, cpu)
+    with pytest.raises(ShapeError, match=r"multiples of 32, as said; got \[64, 33\]"):
+        Groups.of(torch.tensor([64, 33]), 97, cpu, multiple=32)
     with pytest.raises(ShapeError, match="non-negative"):
         Groups.of(torch.tensor([-1, 3]), 2, cpu)
     with pytest.raises(ShapeError, match=r"int32 or int64 \[experts\].*torch.float32 \[2\]"):
@@ -203,7 +205,18 @@ def test_padding_moves_every_expert_to_a_multiple_and_loses_no_row(counts, multi
         assert all(0 <= size - count < multiple for size, count in zip(sizes.tolist(), counts))
         places = groups.places_in(padded)
         assert places.unique().numel() == sum(counts)
-    assert known.padded(multiple).total == known.padded(multiple).offsets[-1]
+    padded = known.padded(multiple)
+    assert padded.total == padded.offsets[-1]
+    assert padded.padded(multiple) is padded
+
+
+def test_rows_that_lie_apart_already_are_not_moved() -> None:
+    """Known on the host, or said of a device that only the device could be asked."""
+    counts = torch.tensor([64, 0, 128])
+    assert Groups.of(counts, 192, torch.device("cpu")).padded(32).multiple == 64
+    said = Groups(torch.tensor([0, 64, 64, 192]), 192, multiple=32)
+    assert said.padded(32) is said
+    assert said.padded(128) is not said
 
 
 def test_pieces_of_stacked_operands_are_those_of_one_expert(rng) -> None:

@@ -83,8 +83,8 @@ def quantize_groups(
     """`grouped_quantize` by a backend's parts.
 
     Args:
-        kernels: Has `quantize`, the ordinary quantisation, for blocks that belong to one expert; `move_apart`; and `whole_axis`,
-            for FP8 scales that span an expert's tokens.
+        kernels: Has `quantize` and `quantize_both`, the ordinary quantisation, for blocks that belong to one expert;
+            `move_apart`; and `whole_axis`, for FP8 scales that span an expert's tokens.
         x: The rest as in `grouped_quantize`.
     """
     for spec in (row_spec, col_spec):
@@ -98,6 +98,10 @@ def quantize_groups(
     if row_spans or col_spans:
         specs = (row_spec if row_spans else None, col_spec if col_spans else None)
         row, col = kernels.whole_axis(x, *specs, groups, padded, key=key, signs_seed=signs_seed)
+    apart_already = padded is groups and not row_spans and not col_spans
+    if apart_already and (row_spec is None or row_spec.block_shape[0] == 1):  # one read for both
+        both: Copies = kernels.quantize_both(x, row_spec, col_spec, key=key, signs_seed=signs_seed)
+        return both
     if row_spec is not None and not row_spans:
         row = _row_copy(kernels, x, row_spec, groups, key, signs_seed)
     if col_spec is not None and not col_spans:
@@ -217,6 +221,8 @@ def supports(request: GroupedQuantizeRequest) -> str | None:
     return None
 
 
-_KERNELS = SimpleNamespace(quantize=dense.quantize, move_apart=move_apart, whole_axis=whole_axis)
+_KERNELS = SimpleNamespace(
+    quantize=dense.quantize, quantize_both=dense.quantize_both, move_apart=move_apart, whole_axis=whole_axis
+)
 
 BACKEND = Backend(name="reference", request=GroupedQuantizeRequest, kernels=sys.modules[__name__], supports=supports)

@@ -155,6 +155,8 @@ def supports(request: GroupedQuantizeRequest) -> str | None:
     return refusal(request.device) or dtype_refusal(request.dtype)
 
 
-_KERNELS = SimpleNamespace(quantize=dense.quantize, move_apart=move_apart, whole_axis=whole_axis)
+_KERNELS = SimpleNamespace(
+    quantize=dense.quantize, quantize_both=dense.quantize_both, move_apart=move_apart, whole_axis=whole_axis
+)
 
 BACKEND = Backend(name="triton", request=GroupedQuantizeRequest, kernels=sys.modules[__name__], supports=supports)
