@@ -133,7 +133,7 @@ def pipeline_ms(
             part = copy / (world_size - 1) * costs.copy_gb_s / costs.memory_gb_s
             now = max(now + own, lane) + (world_size + 1) * part  # the sum reads every rank's part and writes one
         launches = remote
-    host = costs.host_us * (4 * world_size + 2 * remote + 2 * launches) / 1e3
+    host = costs.host_us * (6 * world_size + 2 * remote + 2 * launches) / 1e3
     return max(now, host)
 
 
