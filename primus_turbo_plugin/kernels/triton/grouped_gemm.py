@@ -45,7 +45,7 @@ def grouped_gemm_nt(
     Args:
         a: `[T, K]`, plain (bf16 or fp16, any strides) or quantised along K with scales of single rows.
         b: `[groups, N, K]`, any strides; quantised `[groups * N, K]`.
-        groups: Of a's rows; those of nobody get zeros.
+        groups: Of a's rows; those of nobody are not written.
         out_dtype: dtype of the result.
         config: How to compute it; None takes `resolve`'s choice.
         resolve: Chooses by the product's key; None is `resolve_config`. `Backend.tune` puts a tuning table here.
@@ -58,8 +58,7 @@ def grouped_gemm_nt(
         ConfigError: `config` cannot serve this product.
     """
     cols = check_rows(a, b, groups)
-    whole = groups.host is None or groups.host[-1] == groups.total
-    y = torch.empty(a.shape[0], cols, dtype=out_dtype, device=a.device) if whole else a_zero(a, cols, out_dtype)
+    y = torch.empty(a.shape[0], cols, dtype=out_dtype, device=a.device)
     if 0 in (a.shape[0], a.shape[1], cols):
         return y.zero_()
     key = rows_key(a, b, cols, groups, out_dtype)
@@ -116,11 +115,6 @@ def grouped_gemm_depth(
         for call in plan_depth(a, b, groups, out, key, config, multiple=offset_multiple(a, b)):
             call.run()
     return out
-
-
-def a_zero(a: Operand, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """A result of zeros for a's rows."""
-    return torch.zeros(a.shape[0], cols, dtype=dtype, device=a.device)
 
 
 def offset_multiple(a: Operand, b: Operand) -> int:
