@@ -77,6 +77,7 @@ class Overlap:
         tracer: Tracer | None = None,
     ) -> None:
         self.transport, self.costs, self.chunks, self.ring = transport, costs, chunks, ring
+        self.merge = 1  # senders multiplied at once where `chunks` is fixed to one; benchmarks set it
         self.min_gemm_ms = (costs.min_gemm_ms if costs else 0.0) if min_gemm_ms is None else min_gemm_ms
         self.world_size = transport.world_size
         self._gathers, self._bulk, self._scatters = (Channel(transport, tracer) for _ in range(3))
@@ -189,7 +190,9 @@ class Overlap:
 
     def _cut(self, kind: Kind, rows: int, columns: int, contraction: int, nbytes: int, *, can_add: bool = False) -> Cut:
         if self.chunks is not None:
-            return Cut(self.chunks, can_add and self.chunks > 1)
+            return Cut(
+                self.chunks, can_add and self.chunks > 1, self.merge if self.chunks == 1 and kind == "gather" else 1
+            )
         if self.costs is None:
             return Cut()
         gemm = gemm_ms(self.costs, rows, columns, contraction)
