@@ -5,6 +5,7 @@ A real capture (streams, memory operations) is in tests/distributed/test_overlap
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -20,6 +21,7 @@ from primus_turbo_plugin.communication.transports.process_group import ProcessGr
 from primus_turbo_plugin.communication.transports.shared_memory import SharedMemoryTransport
 from primus_turbo_plugin.errors import UnsupportedError
 from tests.communication.test_executor import _delayed, _times
+from tests.communication.test_sdma_without_gpu import _transport as fake_transport
 from tests.support.distributed import RankInfo, ranks
 
 K, N, ROWS = 8, 4, 3
@@ -87,14 +89,17 @@ def _refill(kind: str, x: Tensor, g: torch.Generator, size: int, rank: int, w: T
 
 
 @ranks(world_size=[2, 3], timeout_s=60)
-@pytest.mark.parametrize("mutant", ["none", "no handshake", "flags stay up"])
-def test_graphs_are_replayed_in_any_order_among_eager_calls(rank_info: RankInfo, mutant: str) -> None:
+@pytest.mark.parametrize("mutant", ["none", "sdma", "no handshake", "flags stay up"])
+def test_graphs_are_replayed_in_any_order_among_eager_calls(rank_info: RankInfo, mutant: str, tmp_path: Any) -> None:
     """Odd numbers of calls, so that replays meet in one slot; without the handshake or the clearing, results are wrong."""
     g, size, rank = torch.Generator().manual_seed(rank_info.seed), rank_info.world_size, rank_info.rank
-    limit_s = 20 if mutant == "none" else 2
-    moves = _delayed(
-        SharedMemoryTransport(torch.distributed.group.WORLD, torch.device("cpu"), limit_s=limit_s), rank_info
-    )
+    right = mutant in ("none", "sdma")
+    if mutant == "sdma":  # its own flags and clearing, over memory that is mapped
+        os.environ["FAKE_FOLDER"] = str(tmp_path)
+        moves: Any = fake_transport(random.Random(rank_info.seed).choice(["copy", "write"]))
+    else:
+        shared = SharedMemoryTransport(torch.distributed.group.WORLD, torch.device("cpu"), limit_s=20 if right else 2)
+        moves = _delayed(shared, rank_info)
     channels = {"gather": Channel(moves), "scatter": Channel(moves)}
     make, rows_of = {"gather": _gather, "scatter": _scatter}, {"gather": ROWS, "scatter": ROWS * size}
     w = torch.randint(-3, 4, (N, K), generator=g).float()
@@ -140,11 +145,11 @@ def test_graphs_are_replayed_in_any_order_among_eager_calls(rank_info: RankInfo,
         for _ in range(40):
             wrong += play(dice.randrange(5))
     except UnsupportedError:  # ranks that wait for each other
-        assert mutant != "none"
+        assert not right
         wrong += 1
     total = torch.tensor(wrong)
     torch.distributed.all_reduce(total)
-    assert (total.item() == 0) == (mutant == "none"), f"{total.item()} wrong results"
+    assert (total.item() == 0) == right, f"{total.item()} wrong results"
 
 
 def test_every_signal_of_a_call_is_waited_for_in_it() -> None:
