@@ -79,30 +79,65 @@ def attention(
         ShapeError: Shapes or dtypes do not fit each other, or a sequence does not divide into the group's chunks.
         UnsupportedError: No backend of `kernels` can do it.
     """
-    q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
-    mask = mask or AttentionMask()
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     options = AttentionOptions(
-        scale=scale,
-        mask=mask,
+        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        mask=mask or AttentionMask(),
         softcap=softcap,
         dropout=dropout,
         deterministic=deterministic,
         precision=precision or AttentionPrecision(),
     )
+    q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
     _check(q, k, v, layout, options, bias, sinks, 1 if context is None else context.size)
     if context is not None and context.size > 1:
         with no_autocast(q):
             return shared_attention(
                 q, k, v, bias, sinks, layout=layout, options=options, context=context, kernels=kernels
             )
+    return _on_one_rank(q, k, v, bias, sinks, layout, options, kernels)[0]
+
+
+def attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    *,
+    layout: Layout = "sbhd",
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kernels: Sequence[str] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention` on one rank, and the rows' log-sum-exp: for merging results over parts of the keys, or a loss on it.
+
+    Args:
+        q, k, v, layout, bias, sinks, kernels: As of `attention`.
+        options: The rest of what `attention` takes.
+
+    Returns:
+        out, and lse `[batch, heads, queries]` (a batch of one where packed) in fp32, fp64 for fp64 inputs; -inf for a row that
+        sees nothing. No gradient flows through lse.
+
+    Raises:
+        ShapeError, UnsupportedError: As `attention`.
+    """
+    q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
+    _check(q, k, v, layout, options, bias, sinks, 1)
+    return _on_one_rank(q, k, v, bias, sinks, layout, options, kernels)
+
+
+def _on_one_rank(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
+    layout: Layout, options: AttentionOptions, kernels: Sequence[str] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse)."""
     q_view, k_view, v_view = (_batch_first(x, layout) for x in (q, k, v))
     facts = AttentionRequest.facts(q_view, k_view, v_view, options, bias=bias, sinks=sinks)
     name = _select(tuple(facts.items()), None if kernels is None else tuple(kernels))
     call = _Call(layout, options, _KERNELS[name])
     with no_autocast(q):
-        out: Tensor = _Attention.apply(q, k, v, bias, sinks, call)
-    return out
+        out, lse = _Attention.apply(q, k, v, bias, sinks, call)
+    return out, lse
 
 
 _KERNELS: dict[str, Any] = {}
@@ -132,7 +167,7 @@ class _Attention(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, call: _Call
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         _, lse = call.kernels.attention_fwd(
             _batch_first(q, call.layout),
@@ -145,11 +180,12 @@ class _Attention(Function):
         )
         ctx.save_for_backward(q, k, v, out, lse, bias, sinks)
         ctx.call = call
-        return out
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, bias, sinks = ctx.saved_tensors
         call: _Call = ctx.call
         with no_autocast(dout):

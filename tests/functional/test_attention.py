@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from primus_turbo_plugin.errors import ConfigError, ShapeError, UnsupportedError
-from primus_turbo_plugin.functional.attention import attention
-from primus_turbo_plugin.kernels.attention import AttentionMask, Dropout, Packing
+from primus_turbo_plugin.functional.attention import attention, attention_with_lse
+from primus_turbo_plugin.kernels.attention import AttentionMask, AttentionOptions, Dropout, Packing
 from primus_turbo_plugin.kernels.reference import attention as reference
 from tests.functional.attention_oracle import (
     allowed_keys,
@@ -365,3 +365,19 @@ def test_autocast_casts_the_inputs_and_nothing_inside(dtype: torch.dtype, inside
     assert torch.equal(out, expected)
     for mine, theirs in zip(leaves, reference_leaves):
         assert torch.equal(mine.grad, theirs.grad.to(dtype))
+
+
+def test_the_rows_log_sum_exp_is_returned_and_merges_parts_of_the_keys(rng: torch.Generator) -> None:
+    """Attention over two halves of the keys, merged by lse, is attention over all of them; no gradient flows through lse."""
+    q, k, v = (torch.randn(20, 2, n, 16, generator=rng, dtype=torch.float64).requires_grad_() for n in (4, 2, 2))
+    options = AttentionOptions(scale=0.25)
+    whole, lse = attention_with_lse(q, k, v, options)
+    parts = [attention_with_lse(q, k[rows], v[rows], options) for rows in (slice(0, 7), slice(7, 20))]
+    weights = [torch.exp(part - lse).permute(2, 0, 1).unsqueeze(-1) for _, part in parts]
+    torch.testing.assert_close(sum(w * out for w, (out, _) in zip(weights, parts)), whole)
+    torch.testing.assert_close(torch.logaddexp(parts[0][1], parts[1][1]), lse)
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(2, 2)) * 0.25
+    torch.testing.assert_close(scores.logsumexp(-1).detach(), lse)
+    assert whole.requires_grad
+    assert not lse.requires_grad
+    assert torch.equal(whole, attention(q, k, v, scale=0.25))
