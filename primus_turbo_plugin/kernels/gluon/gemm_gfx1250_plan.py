@@ -86,7 +86,10 @@ def transfers(plan: GemmPlan) -> int:
 
 _SIXTEEN_BITS = (Tile(256, 256, 64, 64, 3, 1.0), Tile(128, 128, 64, 64, 4, 1.0))
 _EIGHT_BITS = (Tile(256, 256, 128, 32, 3, 0.95), Tile(128, 128, 128, 64, 4, 0.49))
-"""With slabs of 64 rows, Triton 3.9 spills 40 registers."""
+"""With slabs of 64 rows or 256 elements, Triton 3.9 spills 40 and 24 registers."""
+_EIGHT_BITS_MX = (Tile(256, 256, 256, 32, 2, 0.95), Tile(128, 128, 128, 64, 4, 0.49))
+"""256 elements a stage: the loop then multiplies from two sets of registers in turn, where it copied one to the other. Two stages
+of them are asked for as long before their use as three of 128."""
 _FOUR_BITS = (
     Tile(384, 256, 256, 32, 3, 1.0),
     Tile(256, 256, 256, 64, 3, 0.91),
@@ -95,28 +98,29 @@ _FOUR_BITS = (
 _MIXED_BITS = (Tile(256, 256, 128, 64, 3, 1.0), Tile(128, 128, 128, 64, 4, 0.62))
 
 
-def tiles_for(a: str, b: str) -> tuple[Tile, ...]:
-    """Candidate tiles for a pair of elements, largest first."""
+def tiles_for(a: str, b: str, *, mx: bool = False) -> tuple[Tile, ...]:
+    """Candidate tiles for a pair of elements (with MX scales), largest first."""
     bits = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4}
     if bits[a] != bits[b]:
         return _MIXED_BITS
-    return {16: _SIXTEEN_BITS, 8: _EIGHT_BITS, 4: _FOUR_BITS}[bits[a]]
+    return {16: _SIXTEEN_BITS, 8: _EIGHT_BITS_MX if mx else _EIGHT_BITS, 4: _FOUR_BITS}[bits[a]]
 
 
-def choose_tile(a: str, b: str, rows: int, cols: int, groups: int, programs: int) -> Tile:
+def choose_tile(a: str, b: str, rows: int, cols: int, groups: int, programs: int, *, mx: bool = False) -> Tile:
     """The tile that keeps the compute units busy best: rounds of tiles, each costing its area over the loop's share.
 
     Args:
         rows, cols: Of the output, or of an average group's.
         groups: Outputs computed together.
         programs: Compute units.
+        mx: The operands have MX scales.
     """
 
     def cost(tile: Tile) -> float:
         count = -(-rows // tile.BM) * -(-cols // tile.BN) * groups
         return -(-count // programs) * tile.BM * tile.BN / tile.share
 
-    return min(tiles_for(a, b), key=cost)
+    return min(tiles_for(a, b, mx=mx), key=cost)
 
 
 def lds_bytes(plan: GemmPlan, out_bytes: int) -> int:
@@ -169,7 +173,7 @@ def complete(
         out_bytes: Of an element of the output.
         bias: There is one.
     """
-    tile = tile or choose_tile(wanted.A, wanted.B, rows, cols, wanted.GROUPS, programs)
+    tile = tile or choose_tile(wanted.A, wanted.B, rows, cols, wanted.GROUPS, programs, mx=wanted.MX)
     sizes = {name: value for name, value in tile._asdict().items() if name != "share"}
     plan = wanted._replace(PIECES=pieces(tile.BM), **sizes)
     plan = fitted(plan, out_bytes, vectors=bias or plan.ROW_SCALE)

@@ -103,7 +103,7 @@ def isa_targets() -> list[KernelTarget]:
         raise UnsupportedError(f"amdgcn: the gfx1250 GEMMs: {reason}.")
     large, small = tiles_for("bf16", "bf16")
     wide, _, little = tiles_for("e2m1", "e2m1")
-    eight = tiles_for("e4m3", "e4m3")[0]
+    eight, eight_mx = tiles_for("e4m3", "e4m3")[0], tiles_for("e4m3", "e4m3", mx=True)[0]
     mixed = tiles_for("e4m3", "e2m1")[1]
     row = QuantSpec(format=Format.FP8, block="rowwise")
     whole = QuantSpec(format=Format.FP8, element="e5m2", block="tensorwise")
@@ -125,7 +125,7 @@ def isa_targets() -> list[KernelTarget]:
             "gfx1250_fp8", dense(_operand(row), _operand(whole), (300, 264, 528), eight), gate("v_wmma_f32_16x16x128_.*")
         ),
         _target(
-            "gfx1250_mxfp8", dense(_operand(_mx("e4m3")), _operand(_mx("e5m2")), (300, 264, 520), eight),
+            "gfx1250_mxfp8", dense(_operand(_mx("e4m3")), _operand(_mx("e5m2")), (300, 264, 776), eight_mx),
             gate(scaled, mma_bound=False),
         ),
         _target(
