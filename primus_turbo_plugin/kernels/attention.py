@@ -9,7 +9,7 @@ row's `out`, `lse` and `delta`, and returns dq, dk and dv in fp32 for the caller
 a partial call has neither. Keys and queries are then slices of a chunk, with windows and packed lengths to match. A counter
 of dropout must be told where they stand: `Dropout.query_places` and `key_places`, int32 `[queries]` and `[keys]`, each token's
 place among all ranks' tokens in their natural order (None: counted from 0), and `first_head`, where heads are split (all-to-all).
-Under FP8 the caller first decodes a rank's tensors (`attention_decoded`): cut as it likes, they then quantise to themselves.
+Under FP8 the caller takes delta from a decoded dout (`attention_decoded`), which then quantises to itself.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_a_block_with_a_number_that_is_none_shows_it(bad: float, rng: torch.Gene
 
 @pytest.mark.parametrize("element", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_decoded_numbers_are_bf16_and_quantise_to_themselves(element: ElementType, rng: torch.Generator) -> None:
-    """Also in blocks that begin elsewhere: what ring attention relies on."""
+    """Also in blocks that begin elsewhere, as where ring attention cuts them, but for the smallest."""
     x = torch.randn(1, 500, 2, 48, generator=rng)
     once = decoded(x, [(0, 500)], element)
     assert torch.equal(once, once.bfloat16().float())

@@ -7,8 +7,8 @@ backward    keys and values travel again in the same order; each step's dk and d
 Messages    only the tokens that the receiver sees (schedule.py): size - 1 messages a rank, three quarters of a plain ring's
             bytes under a causal mask, a window's reach under a window. Two receive buffers are alive at a time
 Saved       q, k, v, out, lse
-FP8         q, k, v and dout are quantised and decoded here, in the blocks of this rank's chunks: cut as the steps need it they
-            quantise to themselves, and where chunks divide into blocks these are one rank's
+FP8         q, k and v are quantised by each step's kernel; in blocks that a cut made shorter they decode to the same numbers, but
+            for some 2^14 below their block's largest. dout is decoded here, once, for delta to be that of what is multiplied
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class Ring:
         sinks: Tensor | None,
         out: Tensor,
     ) -> Saved:
-        q, k, v = (self._decoded(x, options, "e4m3") for x in (q, k, v))
         merged = Merged(out, inner_dtype(q))
         calls = self._calls(q, k, options)
         for step, keys, values in self.visits(k, v, options):
@@ -71,7 +70,7 @@ class Ring:
         assert out is not None
         assert lse is not None
         inner = inner_dtype(q)
-        dout = self._decoded(dout, options, options.precision.gradients)
+        dout = self._decoded(dout, options)
         delta = row_deltas(dout, out, inner)
         dq = Summed(q, inner)
         dbias = None if bias is None else torch.zeros_like(bias, dtype=inner)
@@ -105,14 +104,14 @@ class Ring:
         dsinks = None if sinks is None else sink_gradients(sinks, lse, delta)
         return Gradients(dq.finish(), *own, dbias, dsinks)
 
-    def _decoded(self, x: Tensor, options: AttentionOptions, element: str) -> Tensor:
-        """x as FP8 attention multiplies it; x itself where nothing is quantised."""
-        if not options.precision.is_quantized or element == "bf16":
-            return x
+    def _decoded(self, dout: Tensor, options: AttentionOptions) -> Tensor:
+        """dout as FP8 attention multiplies it; dout itself where it is not quantised."""
+        precision = options.precision
+        if not precision.is_quantized or precision.gradients == "bf16":
+            return dout
         place = ZigZag(rank=self.group.rank(), size=self.group.size())
-        decoded: Tensor = self.kernels.attention_decoded(
-            x, replace(options, mask=replace(options.mask, zigzag=place)), element
-        )
+        placed = replace(options, mask=replace(options.mask, zigzag=place))
+        decoded: Tensor = self.kernels.attention_decoded(dout, placed, precision.gradients)
         return decoded
 
     def visits(self, k: Tensor, v: Tensor, options: AttentionOptions) -> Iterator[tuple[Step, Tensor, Tensor]]:

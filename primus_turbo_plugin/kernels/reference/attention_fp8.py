@@ -8,7 +8,7 @@ Math      a block: `BLOCK_TOKENS` tokens of one head of one sequence, counted fr
           backward: the gradients of attention at the decoded q, k, v for the decoded dout, with the forward's lse, and
           delta = sum dout * out. That is the forward's own derivative, rounding counting as the identity; P is not rounded again
 Numerics  a decoded number is code * 2^e: four significant bits, exact in bf16. Decoded numbers quantise to themselves, in the
-          same blocks or in smaller ones, so that ring attention may cut what has been decoded
+          same blocks or in smaller ones
 Why 256   the largest power of two below E4M3's 448: a probability keeps its three bits down to 2^-14 and vanishes below 2^-18
 """
 
