@@ -8,6 +8,7 @@ do; the launcher then ends the other ranks. Replays of a CUDA graph are not seen
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import sys
@@ -23,6 +24,7 @@ from primus_turbo_plugin.communication.collectives import Group
 
 WARN_S = 30.0
 _DEFAULT_LIMIT_S = 600.0  # of process groups
+_PATIENCE_S = 5.0  # with a look that is being taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,14 @@ class Watchdog:
     def start(self) -> None:
         """Once; later calls cost nothing."""
         if self._thread.ident is None:
+            atexit.register(self.stop)  # no call of the driver while the interpreter is taken down
             self._thread.start()
 
     def stop(self) -> None:
+        """Ends the thread; it looks at nothing more."""
         self._stopped.set()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(_PATIENCE_S)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._warn_s / 6):
