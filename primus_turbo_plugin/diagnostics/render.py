@@ -8,7 +8,7 @@ from primus_turbo_plugin.devices import Device
 from primus_turbo_plugin.diagnostics.doctor import Report
 from primus_turbo_plugin.diagnostics.inventory import Inventory
 from primus_turbo_plugin.diagnostics.report import tuning_rows
-from primus_turbo_plugin.diagnostics.selftest import CaseResult
+from primus_turbo_plugin.diagnostics.selftest import CaseResult, Outcome
 from primus_turbo_plugin.diagnostics.tables import section, table
 from primus_turbo_plugin.precision.config_sources import ResolvedConfig
 from primus_turbo_plugin.precision.presets import SLOTS
@@ -114,7 +114,7 @@ def config_rows(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
 
 def selftest_lines(results: tuple[CaseResult, ...]) -> list[str]:
     """A row a kernel with its counts, every failure in full, and one line that says how it went."""
-    outcomes = ("passed", "failed", "not claimed", "untested", "not run")
+    outcomes: tuple[Outcome, ...] = ("passed", "failed", "not claimed", "untested", "not run")
     counts: Counter[tuple[str, str, str]] = Counter((item.op, item.backend, item.outcome) for item in results)
     rows = []
     for op, backend in dict.fromkeys((item.op, item.backend) for item in results):

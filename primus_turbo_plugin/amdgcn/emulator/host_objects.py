@@ -49,7 +49,7 @@ def descriptor_values(value: Any, address: int, facts: Mapping[str, Any] | None,
         num_warps: Waves that share a transfer.
     """
     shape, strides = [int(n) for n in value.shape], [int(n) for n in value.strides]
-    again: list[int | bytes] = [struct.pack("<i", n) for n in shape] + [struct.pack("<q", n) for n in strides]
+    again = [*(struct.pack("<i", n) for n in shape), *(struct.pack("<q", n) for n in strides)]
     if facts is not None:
         return [_transfer_descriptor(shape, strides, address, facts, num_warps), *again]
     flags = (getattr(value, "padding", "zero") == "nan", bool(getattr(value, "round_f32_to_tf32", False)))
