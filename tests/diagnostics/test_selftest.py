@@ -143,6 +143,14 @@ def test_wrong_norm_gradient_fails_and_names_the_tensor() -> None:
     assert [result.detail.split(":")[0] for result in failures(NormRequest, rms_norm_bwd=wrong)] == ["dweight"]
 
 
+def test_wrong_layer_norm_gradient_fails_and_names_the_tensor() -> None:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        dx, dweight, dbias = norm.layer_norm_bwd(*args, **kwargs)
+        return dx, dweight, dbias * 1.02
+
+    assert [result.detail.split(":")[0] for result in failures(NormRequest, layer_norm_bwd=wrong)] == ["dbias"]
+
+
 @pytest.mark.parametrize("index", range(3))
 def test_wrong_attention_gradient_fails_and_names_the_tensor(index: int) -> None:
     def wrong(*args: Any, **kwargs: Any) -> Any:
