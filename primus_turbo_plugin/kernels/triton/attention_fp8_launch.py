@@ -108,7 +108,7 @@ def forward_launch(
         "k_desc1": _descriptor(k_codes.rows, (tile.block_n, meta.d1), tma) if meta.d1 else None,
         "v_desc": _descriptor(v_codes.columns, (meta.dv, tile.block_n), tma),
         "q_scales": q_codes.scales, "k_scales": k_codes.scales, "v_scales": v_codes.scales,
-        "out": out, "lse": lse, "sinks": problem.sinks, **launch._shared(q, k, problem),
+        "out": out, "lse": lse, "sinks": problem.sinks, **launch.shared_args(q, k, problem),
         "q_slots": q_codes.scales.shape[1], "k_slots": k_codes.scales.shape[1],
         **launch._strides("o", out), **launch._mask_strides(problem),
     }  # fmt: skip
