@@ -275,4 +275,3 @@ def _descriptors(x: Tensor, d0: int, d1: int, rows: int, wanted: bool) -> tuple[
     strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape)] + [1]
     both = [TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, d]) if d else None for d in (d0, d1)]
     return both[0], both[1]
-_query_slots = query_slots
