@@ -31,6 +31,7 @@ from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 GROUP_SIZES = (100, 0, 37, 130, 1)
 DEPTH_SIZES = (100, 0, 37, 420, 1)
 MX_DEPTH_SIZES = (96, 0, 32, 800)
+LONG_DEPTH_SIZES = (96, 0, 32, 1312)
 WIDE_DEPTH_SIZES = (512, 0, 256)
 
 FULL = Ablation()
@@ -170,7 +171,7 @@ def isa_targets() -> list[KernelTarget]:
         ),
         target("gfx950_mxfp8_experts_fprop", by_rows(_eight("e4m3"), True, eight_small, 672), mx(12, **little)),
         target(
-            "gfx950_mxfp4_experts_wgrad", by_depth(fp4, MX_DEPTH_SIZES, fp4_large, True),
+            "gfx950_mxfp4_experts_wgrad", by_depth(fp4, LONG_DEPTH_SIZES, fp4_large, True),
             mx(28, floor=0.95), FP32_STEP,
         ),
         target(
