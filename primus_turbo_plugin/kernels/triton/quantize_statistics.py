@@ -11,7 +11,7 @@ Numerics  as row_sums.rstd_kernel: the order of `precision.tree_sum`, correctly 
 
 # Triton's compiler grows tuples by concatenation only:
 # ruff: noqa: RUF005
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, misc"
 
 from __future__ import annotations
 

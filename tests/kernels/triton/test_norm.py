@@ -113,9 +113,10 @@ def test_any_strides_and_a_second_gradient(hidden, rng) -> None:
         y, rstd = turbo.rms_norm_fwd(x, weight, 1e-5)
         assert torch.equal(y, turbo.rms_norm_fwd(x.contiguous(), weight, 1e-5)[0])
         got = turbo.rms_norm_bwd(dy, x, weight, rstd, dresidual=residual)
-        want = turbo.rms_norm_bwd(dy.contiguous(), x.contiguous(), weight, rstd, dresidual=residual.contiguous())
-        for mine, theirs in zip(got, want):
-            assert torch.equal(mine, theirs)
+        dx, dweight = turbo.rms_norm_bwd(dy.contiguous(), x.contiguous(), weight, rstd, dresidual=residual.contiguous())
+        # other strides, other columns a thread: sums of a row in another order, and now and then another rounding
+        torch.testing.assert_close(got[0].float(), dx.float(), rtol=2.0**-7, atol=2.0**-12)
+        torch.testing.assert_close(got[1], dweight, rtol=1e-5, atol=1e-4)
         alone = turbo.rms_norm_bwd(dy, x, weight, rstd)[0]
         torch.testing.assert_close(got[0].float(), alone.float() + 1, rtol=2.0**-7, atol=2.0**-6)
 
