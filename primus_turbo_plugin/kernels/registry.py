@@ -236,7 +236,7 @@ def _say_passed_over(op: str, name: str, reason: str, chosen: str) -> None:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
         return
-    _LOGGER.warning("kernels: %s: %s is passed over, because it %s; %s serves instead.", op, name, reason, chosen)
+    _LOGGER.warning("kernels: %s: %s is passed over (%s); %s serves instead.", op, name, reason, chosen)
 
 
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:

@@ -45,12 +45,10 @@ def test_a_backend_that_is_passed_over_is_named_once_with_its_reason(caplog: pyt
     for _ in range(3):
         assert registry.select("gemm_nt", BF16_GEMM).name == "plain"
     (line,) = caplog.messages
-    assert (
-        line == "kernels: gemm_nt: fast is passed over, because it needs Triton 3.8, found 3.6; plain serves instead."
-    )
+    assert line == "kernels: gemm_nt: fast is passed over (needs Triton 3.8, found 3.6); plain serves instead."
     registry.select("gemm_nt", FP4_GEMM, ["elsewhere", "plain"])
     assert [message.split(";")[0] for message in caplog.messages[1:]] == [
-        "kernels: gemm_nt: elsewhere is passed over, because it is for other GPUs"
+        "kernels: gemm_nt: elsewhere is passed over (is for other GPUs)"
     ]
     (choice,) = {choice.backend.name: choice for choice in registry.explain("cpu") if choice.backend}.values()
     assert choice.notable == {"fast": "needs Triton 3.8, found 3.6"}
