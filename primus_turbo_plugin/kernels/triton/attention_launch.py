@@ -203,9 +203,8 @@ def can_use_descriptors(*tensors: Tensor) -> bool:
 
 def _launch(kernel: Any, grid: int, args: dict[str, Any], meta: AttentionMeta, tile: Tile, **constants: Any) -> Launch:
     constants |= {"META": meta, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "HEADS_FIRST": tile.heads_first}
-    constants["MASKED_STAGES"] = tile.num_stages if meta.masked else tile.masked_stages or tile.num_stages
-    if meta.masked and kernel is attention_dq_kernel:
-        constants["MASKED_STAGES"] = 1  # otherwise ptxas 13.0, which comes with Triton 3.6, crashes
+    # With a mask tensor more than one stage makes ptxas 13.0, which comes with Triton 3.6, crash on some shapes.
+    constants["MASKED_STAGES"] = 1 if meta.masked else tile.masked_stages or tile.num_stages
     return Launch(kernel, (grid,), args, constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages})
 
 
