@@ -22,6 +22,7 @@ from typing import Any
 from primus_turbo_plugin.errors import ConfigError, TurboError, UnsupportedError
 from primus_turbo_plugin.training import arguments, launch
 from primus_turbo_plugin.training.cpu_device import megatron_on_cpu
+from primus_turbo_plugin.training.wheels import without_engine
 
 
 def cli(argv: Sequence[str]) -> int:
@@ -126,8 +127,7 @@ def train(argv: Sequence[str]) -> None:
     _check_device(device)
     importlib.import_module("primus_turbo_plugin.training.preload")  # quietly; where we were forked, it is done already
     with contextlib.ExitStack() as stack:
-        if device == "cpu":
-            stack.enter_context(megatron_on_cpu(training_loop=True))
+        stack.enter_context(megatron_on_cpu(training_loop=True) if device == "cpu" else without_engine())
         _train(argv, device)
 
 

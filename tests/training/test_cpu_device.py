@@ -16,8 +16,9 @@ from primus_turbo_plugin.training.cpu_device import megatron_on_cpu, on_cpu
 from primus_turbo_plugin.training.cpu_device.megatron_shims import CORE_SHIMS, TRAINING_LOOP_SHIMS
 from primus_turbo_plugin.training.cpu_device.patching import Shim, patched
 from primus_turbo_plugin.training.cpu_device.torch_shims import TORCH_SHIMS
+from primus_turbo_plugin.training.wheels import WHEEL_SHIMS, without_engine
 
-EVERY_SHIM = [*CORE_SHIMS, *TORCH_SHIMS]
+EVERY_SHIM = [*CORE_SHIMS, *WHEEL_SHIMS, *TORCH_SHIMS]
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "training-on-cpu.md"
@@ -26,7 +27,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "training-on-cpu.md"
 def shim_table() -> str:
     """The table of docs/training-on-cpu.md: targets that share a reason stand together."""
     by_reason: dict[str, list[str]] = {}
-    for shim in [*TORCH_SHIMS, *CORE_SHIMS, *TRAINING_LOOP_SHIMS]:
+    for shim in [*TORCH_SHIMS, *CORE_SHIMS, *WHEEL_SHIMS, *TRAINING_LOOP_SHIMS]:
         by_reason.setdefault(shim.why, []).append(f"`{shim.target.replace(':', '.')}`")
     rows = [f"| {', '.join(targets)} | {why} |" for why, targets in by_reason.items()]
     return "\n".join(["| attribute | why |", "|---|---|", *rows]) + "\n"
@@ -60,6 +61,21 @@ def test_everything_is_undone_when_the_block_raises() -> None:
     assert all(_objects()[target] is before[target] for target in before)
     assert _get_current_function_mode() is None
     assert not on_cpu()
+
+
+def test_on_a_gpu_only_what_the_wheel_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _objects()
+    with without_engine():
+        changed = {target for target, now in _objects().items() if now is not before[target]}
+    assert changed == {shim.target for shim in WHEEL_SHIMS if shim.needed()}
+    assert (
+        "megatron.core.datasets.utils:compile_helpers" in changed
+    )  # or the wheel has a Makefile by now: delete the shim
+    assert _objects() == before
+    monkeypatch.setattr("megatron.core.optimizer.Adam", type("FusedAdam", (torch.optim.Optimizer,), {}))
+    with without_engine():
+        changed = {target for target, now in _objects().items() if now is not before[target]}
+    assert changed == {"megatron.core.datasets.utils:compile_helpers"}
 
 
 def test_a_shim_that_cannot_be_built_undoes_those_before_it() -> None:

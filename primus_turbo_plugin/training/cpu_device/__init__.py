@@ -80,10 +80,11 @@ def _core() -> Iterator[None]:
     from primus_turbo_plugin.training.cpu_device.megatron_shims import CORE_SHIMS
     from primus_turbo_plugin.training.cpu_device.patching import patched
     from primus_turbo_plugin.training.cpu_device.torch_shims import TORCH_SHIMS, CudaLiteralsToCpu
+    from primus_turbo_plugin.training.wheels import WHEEL_SHIMS
 
     rng_logger = logging.getLogger("megatron.core.tensor_parallel.random")
     expected = _ExpectedRngWarning()
-    with patched([*CORE_SHIMS, *TORCH_SHIMS]), contextlib.ExitStack() as stack:
+    with patched([*CORE_SHIMS, *WHEEL_SHIMS, *TORCH_SHIMS]), contextlib.ExitStack() as stack:
         rng_logger.addFilter(expected)
         stack.callback(rng_logger.removeFilter, expected)
         # Megatron decorates its fusions with torch.compile: 30-50 s of C++ compilation for a toy model, if it may.

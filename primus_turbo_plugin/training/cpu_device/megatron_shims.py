@@ -30,53 +30,6 @@ def _move_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return maybe_move_tensor_to_cpu
 
 
-# --- distributed optimizer ---------------------------------------------------------------------------------------
-
-
-def _give_every_parameter_its_step(optimizer: Any) -> None:
-    """torch's Adam counts steps in a 0-dim tensor per parameter; Megatron leaves it out, or shares one among all."""
-    for state in optimizer.state.values():
-        step = state.get("step")
-        state["step"] = step.detach().clone() if torch.is_tensor(step) else torch.tensor(float(step or 0.0))
-
-
-def _state_dict_before_the_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def state_dict(self: Any) -> Any:
-        inner = self.optimizer
-        if isinstance(inner, torch.optim.Adam):  # AdamW is a subclass
-            if not inner.state and self.init_state_fn is not None:
-                self.init_state_fn(inner, self.config)
-            if any("step" not in state for state in inner.state.values()):
-                _give_every_parameter_its_step(inner)
-        return original(self)
-
-    return state_dict
-
-
-def _load_state_dict_with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        original(self, state_dict)
-        if isinstance(self.optimizer, torch.optim.Adam):
-            _give_every_parameter_its_step(self.optimizer)
-
-    return load_state_dict
-
-
-def _restore_without_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state.get(self.optimizer.param_groups[group]["params"][order], {})
-        if "step" in state:  # load_state_dict has put the right one there; `tensors` has a stale one, or none
-            tensors = {**tensors, "step": state["step"].clone()}
-        with torch.no_grad():
-            original(self, model_param, tensors)
-
-    return set_main_param_and_optimizer_states
-
-
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
@@ -108,10 +61,6 @@ def _allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return initialize_megatron
 
 
-def _nothing(original: Any) -> Callable[..., None]:
-    return lambda *args, **kwargs: None
-
-
 # --- Transformer Engine is absent on a CPU, and 0.16 doesn't notice everywhere ---------------------------------------
 
 
@@ -140,9 +89,7 @@ def _version_zero(original: Any) -> Callable[[], Any]:
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 _MOE = "megatron.core.transformer.moe"
-_DOPT = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
-_STEP = "torch's Adam keeps `step` as a tensor per parameter"
 
 CORE_SHIMS: list[Shim] = [
     Shim(target=f"{_RANDOM}:_get_cuda_rng_state", make=lambda _: _cpu_rng_state, why="RNG tracker and recompute"),
@@ -151,21 +98,6 @@ CORE_SHIMS: list[Shim] = [
         target=f"{_MOE}.token_dispatcher:maybe_move_tensor_to_cpu",
         make=_move_to_cpu,
         why="converts split sizes to numpy only if they were on a GPU; all-to-all wants numbers",
-    ),
-    Shim(
-        target=f"{_DOPT}.state_dict",
-        make=_state_dict_before_the_first_step,
-        why=f"{_STEP}; absent before the first step, so loading a checkpoint stops in an assertion",
-    ),
-    Shim(
-        target=f"{_DOPT}.load_state_dict",
-        make=_load_state_dict_with_own_steps,
-        why=f"{_STEP}; loading makes all parameters share one, which then advances once per parameter",
-    ),
-    Shim(
-        target=f"{_DOPT}._set_main_param_and_optimizer_states",
-        make=_restore_without_step,
-        why=f"{_STEP}; it's stored with the parameter groups, and the copy here would set it to 0; also needs no_grad",
     ),
     *[
         Shim(
@@ -193,11 +125,6 @@ CORE_SHIMS: list[Shim] = [
         make=_version_zero,
         needed=_transformer_engine_version_is_none,
         why="0.16.1 compares the version None without Transformer Engine",
-    ),
-    Shim(
-        target="megatron.core.datasets.utils:compile_helpers",
-        make=_nothing,
-        why="runs make in the installed package; wheels ship the compiled helper, but no Makefile",
     ),
 ]
 
