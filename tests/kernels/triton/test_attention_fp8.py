@@ -19,9 +19,10 @@ from tests.kernels.triton.attention_cases import CASES, AttentionCase, Problem, 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch sees none")
 FP8 = AttentionPrecision(format="fp8")
 
-BARS = {"out": 2.0**-8, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3, "dsinks": 8e-3}
-"""RMS error over RMS value against the reference. Forward: 16-bit output, and a probability in some 10^4 on the other side of a
-rounding boundary. Backward: the bf16 kernels' own roundings (test_attention.py)."""
+BARS = {"out": 8e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3, "dsinks": 8e-3}
+"""RMS error over RMS value against the reference. Forward: Hopper's FP8 units keep some 14 bits of a sum, which moves scores by 2^-11
+and probabilities over their rounding boundaries (H200: 2e-3 at dim 64, 5e-3 at 256; an eighth of FP8's own error). Backward: the bf16
+kernels' own roundings (test_attention.py)."""
 
 
 def _run(problem: Problem, options: AttentionOptions, kernels: object = attention) -> dict[str, Tensor]:
@@ -40,7 +41,7 @@ def test_every_feature_has_the_references_numbers(name: str, rng: torch.Generato
         precision = AttentionPrecision(format="fp8", gradients=gradients)
         options = dataclasses.replace(problem.options, precision=precision)
         got, want = _run(problem, options), _run(problem, options, reference)
-        torch.testing.assert_close(got["lse"], want["lse"].float(), rtol=6e-4, atol=6e-4)
+        torch.testing.assert_close(got["lse"], want["lse"].float(), rtol=2e-3, atol=2e-3)
         scale = max(want[key].double().square().mean().sqrt().item() for key in ("dq", "dk", "dv"))
         for key, bar in BARS.items():
             if want.get(key) is None:
