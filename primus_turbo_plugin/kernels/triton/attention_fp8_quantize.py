@@ -77,8 +77,9 @@ def attention_quantize_kernel(
     MANTISSA: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr, MIN_EXPONENT: tl.constexpr, HALF: tl.constexpr,
     PACKED: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (slots, heads, batch); a slot without tokens becomes a block of zeros. Each of `codes`, `codes_t` and `values` may
-    be None. HALF: codes are stored as numbers of half the value, which in FNUZ have the bits that OCP has for the whole."""
+    """Programs: (slots, heads, batch); a slot without tokens becomes a block of zeros. Each of `codes`, `codes_t` and
+    `values` may be None. HALF: codes are stored as numbers of half the value, which in FNUZ have the bits that OCP has for
+    the whole."""
     slot = tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)

@@ -20,9 +20,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 FP8 = AttentionPrecision(format="fp8")
 
 BARS = {"out": 8e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3, "dsinks": 8e-3}
-"""RMS error over RMS value against the reference. Forward: Hopper's FP8 units keep some 14 bits of a sum, which moves scores by 2^-11
-and probabilities over their rounding boundaries (H200: 2e-3 at dim 64, 5e-3 at 256; an eighth of FP8's own error). Backward: the bf16
-kernels' own roundings (test_attention.py)."""
+"""RMS error over RMS value against the reference. Forward: Hopper's FP8 units keep some 14 bits of a sum, which moves scores by
+2^-11 and probabilities over their rounding boundaries (H200: 2e-3 at dim 64, 5e-3 at 256; an eighth of FP8's own error).
+Backward: the bf16 kernels' own roundings (test_attention.py)."""
 
 
 def _run(problem: Problem, options: AttentionOptions, kernels: object = attention) -> dict[str, Tensor]:
