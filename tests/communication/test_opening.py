@@ -15,7 +15,7 @@ import torch
 from primus_turbo_plugin.communication import opening
 from primus_turbo_plugin.communication.costs import CHUNKS, MEASURED, Cut, best_cut, gemm_ms, pipeline_ms
 from primus_turbo_plugin.communication.overlap import Overlap
-from primus_turbo_plugin.communication.transports import shared_memory
+from primus_turbo_plugin.communication.transports import engine_probe, shared_memory
 from primus_turbo_plugin.communication.transports.base import Capabilities
 from primus_turbo_plugin.communication.transports.device_api import device_api
 from primus_turbo_plugin.communication.transports.process_group import ProcessGroupTransport
@@ -110,6 +110,24 @@ def test_without_a_driver_sdma_says_so() -> None:
     device_api.cache_clear()
     with pytest.raises(UnsupportedError, match=r"transport sdma: the CUDA driver cannot be used here .*libcuda"):
         device_api()
+
+
+@pytest.mark.parametrize(
+    ("comes_through", "engine"),
+    [
+        ([True], engine_probe.COPY_ENGINE),
+        ([False, True], engine_probe.COMPUTE_UNITS),
+        ([False, False], engine_probe.UNKNOWN),
+    ],
+)
+def test_the_probe_trusts_itself_only_where_a_copy_from_the_host_comes_through(
+    monkeypatch: pytest.MonkeyPatch, comes_through: list[bool], engine: str
+) -> None:
+    answers = iter(comes_through)
+    monkeypatch.setattr(engine_probe, "_comes_through", lambda copy, device: next(answers))
+    monkeypatch.setattr(engine_probe.torch, "ones", lambda *args, **kwargs: None)
+    assert engine_probe.probe_engine(lambda stream: None, CPU) == engine
+    assert next(answers, None) is None
 
 
 def test_the_report_names_limits_and_their_source() -> None:

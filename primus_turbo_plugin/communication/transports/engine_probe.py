@@ -2,7 +2,8 @@
 
 Every compute unit is filled with waves that do nothing but watch one word, which a copy behind the copy in question is to
 change. If the word changes, something other than compute units has moved the data. If the watchers give up first and it changes
-only then, the copy had to wait for a compute unit: it is made by a kernel.
+only then, the copy had to wait for a compute unit, if the experiment is worth anything: a copy from pinned host memory, which
+engines always make, must come through on the same GPU at the same time.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from collections.abc import Callable
 import torch
 
 _UNTIL_FULL_S = 2e-3  # the watchers are there within microseconds, and stay for some ten milliseconds
+_CONTROL_BYTES = 1 << 20
 
 COPY_ENGINE, COMPUTE_UNITS = "copy engine", "compute units"
+UNKNOWN = (
+    "an engine that could not be told: on this GPU not even a copy from the host came through, something else uses it"
+)
 
 
 def probe_engine(copy: Callable[[int], None], device: torch.device) -> str:
@@ -25,8 +30,22 @@ def probe_engine(copy: Callable[[int], None], device: torch.device) -> str:
         device: The GPU that makes it.
 
     Returns:
-        `copy engine`, or `compute units`.
+        `COPY_ENGINE`, `COMPUTE_UNITS` or `UNKNOWN`.
     """
+    if _comes_through(copy, device):
+        return COPY_ENGINE
+    host = torch.ones(_CONTROL_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(_CONTROL_BYTES, dtype=torch.uint8, device=device)
+
+    def upload(stream: int) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
+            target.copy_(host, non_blocking=True)
+
+    return COMPUTE_UNITS if _comes_through(upload, device) else UNKNOWN
+
+
+def _comes_through(copy: Callable[[int], None], device: torch.device) -> bool:
+    """Whether a copy ends while every compute unit is taken."""
     from primus_turbo_plugin.communication.transports.device_api import device_api
     from primus_turbo_plugin.kernels.triton.wait_flag import PATIENCE, fill_and_watch
 
@@ -42,4 +61,4 @@ def probe_engine(copy: Callable[[int], None], device: torch.device) -> str:
     copy(lane.cuda_stream)
     api.poke(word.data_ptr(), one.data_ptr(), lane.cuda_stream)
     torch.cuda.synchronize(device)
-    return COPY_ENGINE if bool((seen == 1).all()) else COMPUTE_UNITS
+    return bool((seen == 1).all())
