@@ -21,6 +21,7 @@ _ROWS = 128  # queries of a program
 _KEYS = 128
 _KEYS_WIDE = 64
 _WIDEST = 256
+_SHORT = 4096  # keys up to which dq gains by persistent programs
 _CACHED_BYTES = 16 << 20  # of 50 MB of L2 cache
 
 
@@ -35,8 +36,7 @@ def applies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) 
         others: Further tensors that descriptors must read.
     """
     plain = problem.masked is None and problem.softcap == 0.0 and problem.seed is None and problem.scale > 0.0
-    if problem.cu_q is not None:
-        plain = plain and q.shape[0] == 1
+    plain = plain and problem.cu_q is None  # TODO(#6): packed copies fail on the GPU
     return (
         plain
         and max(q.shape[3], v.shape[3]) <= _WIDEST
@@ -61,8 +61,7 @@ def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pr
     del args["grad_scale"]
     constants = {**_reaches(problem), "SINKS": problem.sinks is not None, "BLOCK_N": block_n, "SLOTS": 2}
     constants |= {"D": width, "TAIL": _tail(q, width), "META": _pieces(problem)}
-    grid = min(args["items"], _multiprocessors(q))
-    return Launch(attention_hopper_fwd_kernel, (grid,), args, constants, {"num_warps": 4})
+    return _shared_out(attention_hopper_fwd_kernel, args, constants, q, persistent=True)
 
 
 def dkdv_launch(
@@ -86,11 +85,10 @@ def dkdv_launch(
         descriptors = {
             **_both_parts("q", q, block_m, width, problem), **_both_parts("k", k, keys, width, problem)
         }  # fmt: skip
-        constants |= {"TAIL": _tail(q, width), "DV": v_width, "P_SLOTS": 2}
-        constants["SLOTS"] = 3 if width + v_width <= 320 else 2  # what fits shared memory
+        constants |= {"TAIL": _tail(q, width), "DV": v_width, "P_SLOTS": 1 if width + v_width == 512 else 2}
     slots, splits = key_slots(k, problem, keys), dk.shape[0]
     lanes = splits * k.shape[0] * k.shape[2]
-    chunk = _chunk(q.shape[1] * (q.shape[3] + v.shape[3]) * (q.shape[2] // k.shape[2] // splits))
+    chunk = max(1, _multiprocessors(q) // slots)  # measured: as many groups take turns as fill the GPU once
     args = {
         **descriptors, "v_desc": descriptor(v, keys, v_width, problem), "g_desc": descriptor(dout, block_m, v_width, problem),
         "lse_desc": _row_descriptor(lse2, block_m), "delta_desc": _row_descriptor(delta, block_m), "dk": dk, "dv": dv,
@@ -126,8 +124,16 @@ def dq_launch(
     }  # fmt: skip
     constants = {**_reaches(problem), "META": _pieces(problem), "BLOCK_N": block_n, "SLOTS": slots, "V_SLOTS": v_slots}
     constants |= {"D": width, "TAIL": _tail(q, width)}
-    grid = min(args["items"], _multiprocessors(q))
-    return Launch(attention_hopper_dq_kernel, (grid,), args, constants, {"num_warps": 4})
+    return _shared_out(attention_hopper_dq_kernel, args, constants, q, persistent=k.shape[1] <= _SHORT)
+
+
+def _shared_out(kernel: Any, args: dict[str, Any], constants: dict[str, Any], q: Tensor, *, persistent: bool) -> Launch:
+    """A program for every item, or as many as run at once."""
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if persistent else None
+    grid = min(args["items"], _multiprocessors(q)) if persistent else args["items"]
+    return Launch(
+        kernel, (grid,), args | {"counter": counter}, constants | {"PERSISTENT": persistent}, {"num_warps": 4}
+    )
 
 
 def descriptor(x: Tensor, rows: int, width: int, problem: Problem | None = None) -> Any:
@@ -198,8 +204,7 @@ def _query_sizes(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str,
     slots, lanes = query_slots(q, problem, _ROWS), q.shape[0] * q.shape[2]
     # The heads of a group share its keys and values.
     chunk = _chunk(k.shape[1] * (k.shape[3] + v.shape[3])) * (q.shape[2] // k.shape[2])
-    sizes: dict[str, Any] = {"slots": slots, "items": slots * lanes, "chunk": min(chunk, lanes), "lanes": lanes}
-    sizes["counter"] = torch.zeros(1, dtype=torch.int32, device=q.device)
+    sizes = {"slots": slots, "items": slots * lanes, "chunk": min(chunk, lanes), "lanes": lanes}
     return _numbers(q, k, problem) | sizes
 
 

@@ -40,7 +40,7 @@ def _differentiate(
     HALF: gl.constexpr, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
     qg_full, qg_empty, k_full, k_empty, v_full, v_empty, ring_of_items, item_full, item_empty,
     dq, lse2, delta, lengths, sizes, items, left, right, scale, grad_scale, dim, strides,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, META: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, META: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 queries of each of the program's tiles through all their blocks."""
     DTYPE: gl.constexpr = k_ring.dtype
@@ -55,7 +55,6 @@ def _differentiate(
     T_OPERAND: gl.constexpr = gl.DotOperandLayout(0, T_LAYOUT, 2)
     stride_dqb, stride_dqs, stride_dqh = strides
     heads, q_tokens = sizes[2], sizes[4]
-    g = tile_2d(g_tiles.index(HALF), DTYPE, ROWS, D)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     base = 0  # blocks of the tiles before
     tiles = 0  # with queries in them
@@ -82,9 +81,12 @@ def _differentiate(
             for j in range(number):
                 step = base + j
                 slot, following, v_slot = step % SLOTS, (step + 1) % SLOTS, step % V_SLOTS
+                half = HALF
                 if V_SLOTS == 1:
-                    # 0, without the compiler's knowing: it would keep all addresses in a fixed slot in registers, and spill.
-                    v_slot = gl.maximum(j - number, 0)
+                    # Zero, without the compiler's knowing: it would keep all addresses in fixed tiles in registers, and spill.
+                    v_slot = gl.maximum(j - k_len, 0)
+                    half = HALF + v_slot
+                g = tile_2d(g_tiles.index(half), DTYPE, ROWS, D)
                 mbarrier.wait(v_full.index(v_slot), (step // V_SLOTS) & 1)
                 values = tile_2d(v_ring.index(v_slot), DTYPE, BLOCK_N, D)
                 dp_token = warpgroup_mma(g, values.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -105,7 +107,7 @@ def _differentiate(
                     keys = tile_2d(k_tail_ring.index(slot), DTYPE, BLOCK_N, TAIL)
                     tail_token = warpgroup_mma(gl.convert_layout(ds, T_OPERAND), keys, acc_tail, is_async=True)
                 # Behind the last block this multiplies whatever the slot holds, for nothing.
-                scores_token = scores_of(q_tiles, q_tails, HALF, k_ring, k_tail_ring, following, TAIL, S_LAYOUT, True)
+                scores_token = scores_of(q_tiles, q_tails, half, k_ring, k_tail_ring, following, TAIL, S_LAYOUT, True)
                 if TAIL > 0:
                     acc, acc_tail = warpgroup_mma_wait(2, deps=[acc_token, tail_token])
                 else:
@@ -127,7 +129,10 @@ def _differentiate(
                 places = dq + place + rows[:, None].to(gl.int64) * stride_dqs + cols[None, :]
                 acc_tail = (acc_tail * grad_scale).to(dq.dtype.element_ty)
                 gl.store(places, acc_tail, mask=(rows < room)[:, None] & (cols < dim)[None, :])
-        item = next_item(turn, ring_of_items, item_full, item_empty)
+        if PERSISTENT:
+            item = next_item(turn, ring_of_items, item_full, item_empty)
+        else:
+            item = items
         turn += 1
 
 
@@ -136,12 +141,14 @@ def attention_hopper_dq_kernel(
     q_desc, q_tail_desc, g_desc, k_desc, k_tail_desc, v_desc, dq, lse2, delta, counter, cu_q, starts_q, cu_k, starts_k,
     items, slots, chunk, heads, groups, lanes, q_tokens, k_tokens, sequences, cp_rank, cp_size,
     left, right, scale, grad_scale, dim, stride_dqb, stride_dqs, stride_dqh,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, META: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, META: gl.constexpr, PERSISTENT: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """`items` tiles of 128 queries, see `query_tile`; each program takes the next that is left when it is done with one, by
-    `counter`, an int32 that is zero at the start."""
+    """`items` tiles of 128 queries, see `query_tile`: each a program, or PERSISTENT, where each program takes the next that is
+    left when it is done with one, by `counter`, an int32 that is zero at the start."""
     lengths = (0, 0, 0, 0)  # a tuple of arguments takes no None
+    if not PERSISTENT:
+        counter = lse2
     if META.packed:
         lengths = (cu_q, starts_q, cu_k, starts_k)
     sizes = (slots, chunk, heads, lanes, q_tokens, k_tokens, sequences, cp_rank, cp_size)
@@ -166,20 +173,20 @@ def attention_hopper_dq_kernel(
                 0, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
                 qg_full, qg_empty, k_full, k_empty, v_full, v_empty, ring_of_items, item_full, item_empty,
                 dq, lse2, delta, lengths, sizes, items, left, right, scale, grad_scale, dim, strides,
-                LEFT, RIGHT, TAIL, META,
+                LEFT, RIGHT, TAIL, META, PERSISTENT,
             )),
             (_differentiate, (
                 1, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
                 qg_full, qg_empty, k_full, k_empty, v_full, v_empty, ring_of_items, item_full, item_empty,
                 dq, lse2, delta, lengths, sizes, items, left, right, scale, grad_scale, dim, strides,
-                LEFT, RIGHT, TAIL, META,
+                LEFT, RIGHT, TAIL, META, PERSISTENT,
             )),
             (copy_blocks, (
                 q_desc, q_tail_desc, g_desc, k_desc, k_tail_desc, v_desc,
                 q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
                 qg_full, qg_empty, k_full, k_empty, v_full, v_empty, ring_of_items, item_full, item_empty,
                 lengths, sizes, items, counter, groups, left, right,
-                LEFT, RIGHT, TAIL, True, META,
+                LEFT, RIGHT, TAIL, True, META, PERSISTENT,
             )),
         ],
         [4, 1],

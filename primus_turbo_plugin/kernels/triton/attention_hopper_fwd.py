@@ -100,6 +100,7 @@ def _attend(
     HALF: gl.constexpr, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     ring_of_items, item_full, item_empty, out, lse, sinks, lengths, sizes, items, left, right, scale, v_dim, strides,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr, TAIL: gl.constexpr, META: gl.constexpr,
+    PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 queries of each of the program's tiles through all their blocks."""
     DTYPE: gl.constexpr = k_ring.dtype
@@ -190,7 +191,10 @@ def _attend(
             place = batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh + q_start.to(gl.int64) * stride_os
             places = out + place + rows[:, None].to(gl.int64) * stride_os + cols[None, :]
             gl.store(places, acc.to(out.dtype.element_ty), mask=(rows < room)[:, None] & (cols < v_dim)[None, :])
-        item = next_item(turn, ring_of_items, item_full, item_empty)
+        if PERSISTENT:
+            item = next_item(turn, ring_of_items, item_full, item_empty)
+        else:
+            item = items
         turn += 1
 
 
@@ -199,12 +203,14 @@ def attention_hopper_fwd_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, out, lse, sinks, counter, cu_q, starts_q, cu_k, starts_k,
     items, slots, chunk, heads, groups, lanes, q_tokens, k_tokens, sequences, cp_rank, cp_size,
     left, right, scale, v_dim, stride_ob, stride_os, stride_oh,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr, META: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr, META: gl.constexpr, PERSISTENT: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """`items` tiles of 128 queries, see `query_tile`; each program takes the next that is left when it is done with one, by
-    `counter`, an int32 that is zero at the start."""
+    """`items` tiles of 128 queries, see `query_tile`: each a program, or PERSISTENT, where each program takes the next that is
+    left when it is done with one, by `counter`, an int32 that is zero at the start."""
     lengths = (0, 0, 0, 0)  # a tuple of arguments takes no None
+    if not PERSISTENT:
+        counter = lse
     if META.packed:
         lengths = (cu_q, starts_q, cu_k, starts_k)
     sizes = (slots, chunk, heads, lanes, q_tokens, k_tokens, sequences, cp_rank, cp_size)
@@ -229,18 +235,18 @@ def attention_hopper_fwd_kernel(
             (_attend, (
                 0, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 ring_of_items, item_full, item_empty, out, lse, sinks, lengths, sizes, items, left, right, scale, v_dim, strides,
-                LEFT, RIGHT, SINKS, TAIL, META,
+                LEFT, RIGHT, SINKS, TAIL, META, PERSISTENT,
             )),
             (_attend, (
                 1, q_tiles, q_tails, k_ring, k_tail_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 ring_of_items, item_full, item_empty, out, lse, sinks, lengths, sizes, items, left, right, scale, v_dim, strides,
-                LEFT, RIGHT, SINKS, TAIL, META,
+                LEFT, RIGHT, SINKS, TAIL, META, PERSISTENT,
             )),
             (copy_blocks, (
                 q_desc, q_tail_desc, q_desc, k_desc, k_tail_desc, v_desc, q_tiles, q_tails, q_tiles, k_ring, k_tail_ring, v_ring,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, ring_of_items, item_full, item_empty,
                 lengths, sizes, items, counter, groups, left, right,
-                LEFT, RIGHT, TAIL, False, META,
+                LEFT, RIGHT, TAIL, False, META, PERSISTENT,
             )),
         ],
         [4, 1],

@@ -112,11 +112,12 @@ def copy_blocks(
     q_desc, q_tail_desc, g_desc, k_desc, k_tail_desc, v_desc, q_tiles, q_tails, g_tiles, k_ring, k_tail_ring, v_ring,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, ring_of_items, item_full, item_empty,
     lengths, sizes, items, counter, groups, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, GRADIENT: gl.constexpr, META: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, GRADIENT: gl.constexpr,
+    META: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """The warp that keeps the rings of keys and values full, and loads each tile of queries; with GRADIENT of dout, too.
 
-    It also fetches what the program does next: the first item that no other has begun.
+    PERSISTENT, it also fetches what the program does next: the first item that no other has begun.
     """
     SLOTS: gl.constexpr = k_ring.shape[0]
     V_SLOTS: gl.constexpr = v_ring.shape[0]
@@ -128,8 +129,10 @@ def copy_blocks(
     turn = 0
     item = gl.program_id(0)
     while item < items:
-        following = gl.num_programs(0) + gl.atomic_add(counter, 1)
-        publish_item(following, turn, ring_of_items, item_full, item_empty)
+        following = items
+        if PERSISTENT:
+            following = gl.num_programs(0) + gl.atomic_add(counter, 1)
+            publish_item(following, turn, ring_of_items, item_full, item_empty)
         batch, head, first, q_start, q_len, room, k_start, k_len, position = query_tile(
             item, lengths, sizes, META, 2 * ROWS
         )

@@ -80,7 +80,7 @@ def _compile(step: Launch) -> Any:
     ],
 )  # fmt: skip
 def test_compiles_without_spills(kind: str, problem: str, dim: int, tmp_path: Path) -> None:
-    """What a tile's beginning and end may spill outside of the loop over its blocks is let pass: 96 bytes."""
+    """What a tile's beginning and end may spill outside of the loop over its blocks is let pass: 64 bytes."""
     if not PTXAS.is_file():
         pytest.skip("this triton comes without ptxas")
     compiled = _compile(_launch(kind, PROBLEMS[problem], dim))
@@ -93,7 +93,7 @@ def test_compiles_without_spills(kind: str, problem: str, dim: int, tmp_path: Pa
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", result.stderr)]
     assert spilled
-    assert max(spilled) <= 96, result.stderr
+    assert max(spilled) <= 64, result.stderr
     assert "serialized" not in result.stderr  # ptxas says so where it cannot let products run on
 
 
@@ -277,7 +277,7 @@ APPLIES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "window and sinks": ({"left": 5, "sinks": torch.zeros(4)}, {}, True),
     "softcap": ({"softcap": 2.0}, {}, False),
     "dropout": ({"seed": torch.zeros(1, dtype=torch.int64)}, {}, False),
-    "packed": ({"cu_q": torch.zeros(2, dtype=torch.int32)}, {}, True),
+    "packed": ({"cu_q": torch.zeros(2, dtype=torch.int32)}, {}, False),
     "packed in batches": ({"cu_q": torch.zeros(2, dtype=torch.int32)}, {"batch": 2}, False),
     "context-parallel": ({"cp_size": 2}, {}, True),
     "mask tensor": ({"masked": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}, {}, False),
