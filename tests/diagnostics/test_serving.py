@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from primus_turbo_plugin.diagnostics.serving import (
+    attention_status,
     emulation,
     format_summary,
     gemm_formats,
@@ -49,6 +50,28 @@ def test_a_format_without_units_is_emulated_whoever_multiplies_it() -> None:
         "emulated by dequantising, numerics equal, no speed-up: sm90 has no MXFP4 matrix units"
     )
     assert summary("gfx942")["mxfp8"].endswith("gfx942 has no MXFP8 matrix units")
+
+
+@pytest.mark.parametrize("arch", ["sm90", "gfx942", "gfx950", "gfx1250"])
+def test_fp8_attention_runs_on_fp8_units_of_either_encoding_and_says_where_it_cannot(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from primus_turbo_plugin.kernels.triton import attention
+
+    monkeypatch.setattr(attention, "refusal", lambda device: None)  # as on that machine
+    served = who_serves(default_registry(), device(arch), {"attention": ("triton",)})
+    assert attention_status(device(arch), served) == "FP8 matrix units, by triton"
+    on_reference = who_serves(default_registry(), device(arch), {"attention": ("reference",)})
+    assert "emulated" in attention_status(device(arch), on_reference)
+
+
+def test_fp8_attention_is_emulated_where_there_are_no_units_and_does_not_stand_for_gemms() -> None:
+    served = who_serves(default_registry(), device("cpu"))
+    assert attention_status(device("cpu"), served).endswith("cpu has no FP8 matrix units")
+    (row,) = [row for row in served if row.op == "attention" and row.formats == ("fp8",)]
+    assert "fp8" in row.request
+    gemms = who_serves(registry_with(native("sm90", "fp8")), device("sm90"))
+    assert format_summary(device("sm90"), [*gemms, row]) == format_summary(device("sm90"), gemms)
 
 
 def test_scales_of_rows_times_scales_of_blocks_have_no_instruction() -> None:
