@@ -36,7 +36,7 @@ def applies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) 
         others: Further tensors that descriptors must read.
     """
     plain = problem.masked is None and problem.softcap == 0.0 and problem.seed is None and problem.scale > 0.0
-    plain = plain and problem.cu_q is None  # TODO(#6): packed copies fail on the GPU
+    plain = plain and (problem.cu_q is None or q.shape[0] == 1)
     return (
         plain
         and max(q.shape[3], v.shape[3]) <= _WIDEST

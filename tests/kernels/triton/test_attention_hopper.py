@@ -277,7 +277,7 @@ APPLIES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "window and sinks": ({"left": 5, "sinks": torch.zeros(4)}, {}, True),
     "softcap": ({"softcap": 2.0}, {}, False),
     "dropout": ({"seed": torch.zeros(1, dtype=torch.int64)}, {}, False),
-    "packed": ({"cu_q": torch.zeros(2, dtype=torch.int32)}, {}, False),
+    "packed": ({"cu_q": torch.zeros(2, dtype=torch.int32)}, {}, True),
     "packed in batches": ({"cu_q": torch.zeros(2, dtype=torch.int32)}, {"batch": 2}, False),
     "context-parallel": ({"cp_size": 2}, {}, True),
     "mask tensor": ({"masked": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}, {}, False),
