@@ -12,7 +12,6 @@ from primus_turbo_plugin.amdgcn.faults import RaceError
 from primus_turbo_plugin.amdgcn.report.gate import check_gate
 from primus_turbo_plugin.amdgcn.report.isa import isa_report
 from primus_turbo_plugin.amdgcn.targets import KernelTarget, emulate_target
-from primus_turbo_plugin.errors import UnsupportedError
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: no kernel can be compiled")
 
@@ -77,15 +76,3 @@ def test_the_same_seed_gives_the_same_bits() -> None:
     target = attention.isa_targets()[0]
     first, second = (emulate_target(target, "gfx950", seed=3).arguments["o_ptr"] for _ in range(2))
     np.testing.assert_array_equal(first, second)
-
-
-def test_a_cluster_compiles_with_its_barrier_and_multicast_and_the_emulator_refuses_it() -> None:
-    from tests.amdgcn.kernels import gluon_gemm
-
-    target = gluon_gemm.cluster_target()
-    compiled = target.compile("gfx1250")
-    assert target.gate is not None
-    assert check_gate(isa_report(compiled), target.gate) == []
-    assert "s_barrier_signal -3" in compiled.asm, "the barrier of a cluster"
-    with pytest.raises(UnsupportedError, match="work-group clusters"):
-        emulate_target(target, "gfx1250", compiled=compiled)

@@ -51,11 +51,11 @@ def _grid(grid: int | Sequence[int]) -> Grid:
     return sizes[0], sizes[1], sizes[2]
 
 
-def _batches(compiled: CompiledKernel, groups: int, vgprs: int, batch: int | None) -> list[Ints]:
+def _batches(compiled: CompiledKernel, groups: int, vgprs: int, batch: int | None, cluster: int) -> list[Ints]:
     """Work-group numbers of each batch; by default as many as fit a memory budget."""
     wave_bytes = vgprs * compiled.architecture.wave * 4
     group_bytes = compiled.num_warps * wave_bytes + compiled.shared * 25 + 1
-    size = batch or max(_BATCH_BYTES // group_bytes, 1)
+    size = -(-(batch or max(_BATCH_BYTES // group_bytes, 1)) // cluster) * cluster
     return [np.arange(start, min(start + size, groups)) for start in range(0, groups, size)]
 
 
@@ -91,8 +91,6 @@ def launch(
         EmulationError: Out-of-bounds access, missing wait, race, deadlock, unknown instruction, ...
         ShapeError: The arguments do not fit the kernel.
     """
-    if compiled.metadata.get("num_ctas", 1) > 1:
-        raise UnsupportedError("amdgcn: work-group clusters (num_ctas > 1) are not emulated.")
     if "__ockl_printf" in compiled.asm or "__ockl_fprintf" in compiled.asm:  # labels of the code that was inlined
         raise UnsupportedError(
             f"amdgcn: kernel {compiled.name!r} calls the host (device_print, device_assert), which is not emulated. Remove the "
@@ -108,7 +106,8 @@ def launch(
     arguments = load_arguments(memory, compiled.descriptor, values, shape, threads, compiled.shared)
     bound = BoundProgram(compiled.program, compiled.architecture)
     report = LaunchReport()
-    for groups in _batches(compiled, shape[0] * shape[1] * shape[2], bound.vgprs, batch):
+    cluster = int(compiled.metadata.get("num_ctas", 1))
+    for groups in _batches(compiled, shape[0] * shape[1] * shape[2] * cluster, bound.vgprs, batch, cluster):
         machine = _machine(compiled, bound, memory, arguments, groups, shape, defer, race)
         machine.run(max_steps)
         _collect(report, machine)
@@ -126,17 +125,19 @@ def _machine(compiled: CompiledKernel, bound: BoundProgram, memory: DeviceMemory
     from primus_turbo_plugin.amdgcn.emulator.isa.access import narrowest_store
 
     arch, per_group = compiled.architecture, compiled.num_warps
+    cluster = int(compiled.metadata.get("num_ctas", 1))
     num_waves = len(groups) * per_group
     waves = Waves(arch, num_waves, max(bound.vgprs, 1))
     group_of = np.repeat(np.arange(len(groups)), per_group)
     races = None
-    if race and per_group > 1 and compiled.shared:
+    if race and (per_group > 1 or cluster > 1) and compiled.shared:
         granule = narrowest_store(compiled.program.instructions)
-        races = RaceTracker(len(groups), compiled.shared, group_of, granule, compiled.program.instructions)
+        code = compiled.program.instructions
+        races = RaceTracker(len(groups), compiled.shared, group_of, granule, code, clusters=cluster > 1)
     lds = LocalMemory(waves, group_of, len(groups), compiled.shared, races)
     scratch = np.full((num_waves * arch.wave, compiled.descriptor.scratch_bytes), 0xFF, np.uint8)
-    initialise(waves, arch, compiled.descriptor, arguments, groups, grid, per_group)
-    return Machine(bound, waves, memory, lds, WaitCounters(waves, defer), scratch, group_of)
+    initialise(waves, arch, compiled.descriptor, arguments, groups, grid, per_group, cluster)
+    return Machine(bound, waves, memory, lds, WaitCounters(waves, defer), scratch, group_of, cluster)
 
 
 def _collect(report: LaunchReport, machine: Machine) -> None:

@@ -87,8 +87,11 @@ class LocalMemory:
 
     def group_bytes(self, wave: int) -> Bytes:
         """The LDS of one wave's work-group, as a view."""
-        start = int(self._group_of[wave]) * self._pitch
-        return self.storage[start : start + self.size]
+        return self.bytes_of_group(int(self._group_of[wave]))
+
+    def bytes_of_group(self, group: int) -> Bytes:
+        """The LDS of a work-group, as a view."""
+        return self.storage[group * self._pitch : group * self._pitch + self.size]
 
     def _check(self, addresses: Ints, active: Bools, width: int, action: str) -> None:
         bad = active & ((addresses < 0) | (addresses + width > self.size))

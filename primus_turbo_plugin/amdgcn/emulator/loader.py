@@ -135,15 +135,18 @@ def _user_registers(descriptor: KernelDescriptor, arguments: KernelArguments) ->
 
 
 def initialise(waves: Waves, arch: Architecture, descriptor: KernelDescriptor, arguments: KernelArguments, groups: Ints,
-               grid: Grid, waves_per_group: int) -> None:  # fmt: skip
+               grid: Grid, waves_per_group: int, cluster_size: int = 1) -> None:  # fmt: skip
     """Set the registers of a batch.
 
     Args:
         groups: Linear work-group number of each work-group in the batch.
+        grid: Clusters, which are work-groups where `cluster_size` is 1.
+        cluster_size: Work-groups of a cluster, consecutive numbers.
     """
     for index, word in enumerate(_user_registers(descriptor, arguments)):
         waves.sgpr[index] = word
-    group = np.repeat(groups, waves_per_group)
+    place = np.repeat(groups % cluster_size, waves_per_group)
+    group = np.repeat(groups // cluster_size, waves_per_group)
     wave = np.tile(np.arange(waves_per_group), len(groups))
     x, y, z = group % grid[0], group // grid[0] % grid[1], group // (grid[0] * grid[1])
     if arch.is_cdna:
@@ -156,5 +159,5 @@ def initialise(waves: Waves, arch: Architecture, descriptor: KernelDescriptor, a
         waves.sgpr[TTMP + 9] = x
         waves.sgpr[TTMP + 7] = y | (z << 16)
         waves.sgpr[TTMP + 8] = wave << 25
-        waves.sgpr[TTMP + 6] = 0  # position in a cluster: there are none
+        waves.sgpr[TTMP + 6] = place | (cluster_size - 1) << 12  # place in the cluster along x, and the largest
     waves.vgpr[0] = (wave[:, None] * waves.lanes + np.arange(waves.lanes)).astype(U32)

@@ -6,7 +6,7 @@ again. Work-groups of a batch share nothing but device memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from primus_turbo_plugin.amdgcn.emulator.waits import Register, WaitCounters
 from primus_turbo_plugin.amdgcn.emulator.waves import Ints, Waves
 from primus_turbo_plugin.amdgcn.faults import DeadlockError, EmulationError, MissingWaitError
 
-_RUNNING, _AT_BARRIER, _DONE = 0, 1, 2
+_RUNNING, _AT_BARRIER, _DONE, _AT_CLUSTER = 0, 1, 2, 3
 # A waiting loop at a low address must not starve the wave it waits for: now and then the longest-idle waves run.
 _FAIRNESS = 64
 # Instructions until a transfer that signals a barrier object lands.
@@ -78,7 +78,7 @@ class Machine:
 
     def __init__(
         self, bound: BoundProgram, waves: Waves, memory: DeviceMemory, lds: LocalMemory, waits: WaitCounters,
-        scratch: NDArray[np.uint8], group_of: Ints,
+        scratch: NDArray[np.uint8], group_of: Ints, cluster_size: int = 1,
     ) -> None:  # fmt: skip
         self.bound = bound
         self.arch = bound.arch
@@ -99,12 +99,18 @@ class Machine:
         self._signals = races.signals if races is not None else np.zeros(waves.num_waves, np.int32)
         self._waits = races.waits if races is not None else np.zeros(waves.num_waves, np.int32)
         self._later: list[tuple[int, Callable[[], None]]] = []
+        self.cluster_size = cluster_size
+        self._cluster_signals = np.zeros(int(group_of[-1]) + 1, np.int64)
+        self._cluster_waits = np.zeros(waves.num_waves, np.int64)
+        self._signalled_after = np.zeros(int(group_of[-1]) + 1, np.int32)
+        self._cluster_epoch = np.zeros((int(group_of[-1]) + 1) // cluster_size, np.int64)
 
     # -- what control instructions do ---------------------------------------------------------------------------------
 
     def finish(self) -> None:
         self._state[self.waves.indices] = _DONE
         self._release_barriers()
+        self._release_clusters()
 
     def signal_barrier(self) -> None:
         self._signals[self.waves.indices] += 1
@@ -112,6 +118,49 @@ class Machine:
     def wait_barrier(self) -> None:
         self._state[self.waves.indices] = _AT_BARRIER
         self._release_barriers()
+
+    def signal_cluster(self) -> None:
+        """One wave of a work-group says that the group has arrived at its cluster's barrier."""
+        for wave in self.waves.indices:
+            group = int(self.group_of[wave])
+            self._cluster_signals[group] += 1
+            self._signalled_after[group] = self._waits[wave]
+        self._release_clusters()
+
+    def wait_cluster(self) -> None:
+        self._state[self.waves.indices] = _AT_CLUSTER
+        self._release_clusters()
+
+    def cluster_groups(self, wave: int, places: Sequence[int]) -> list[int]:
+        """Work-groups at these places of a wave's cluster; without places, its own.
+
+        Raises:
+            EmulationError: The cluster has fewer work-groups.
+        """
+        group = int(self.group_of[wave])
+        if not places:
+            return [group]
+        if places[-1] >= self.cluster_size:
+            raise EmulationError(
+                f"a transfer is multicast to work-group {places[-1]} of the cluster, which has {self.cluster_size}."
+            )
+        return [group // self.cluster_size * self.cluster_size + place for place in places]
+
+    def _release_clusters(self) -> None:
+        """Let go the waves whose whole cluster has signalled; work-groups that ended count as signalled."""
+        if self.cluster_size == 1 and not (self._state == _AT_CLUSTER).any():
+            return
+        running = np.bincount(self.group_of, self._state != _DONE)
+        signals = np.where(running == 0, np.iinfo(np.int64).max, self._cluster_signals)
+        complete = signals.reshape(-1, self.cluster_size).min(axis=1)
+        for cluster in np.nonzero((complete > self._cluster_epoch) & (complete != np.iinfo(np.int64).max))[0]:
+            self._cluster_epoch[cluster] = complete[cluster]
+            groups = np.arange(self.cluster_size) + cluster * self.cluster_size
+            if self.lds.races is not None:
+                self.lds.races.order_cluster(groups, self._signalled_after[groups])
+        free = (self._state == _AT_CLUSTER) & (complete[self.group_of // self.cluster_size] > self._cluster_waits)
+        self._cluster_waits[free] += 1
+        self._state[free] = _RUNNING
 
     def later(self, action: Callable[[], None]) -> None:
         """Do something a number of instructions from now."""

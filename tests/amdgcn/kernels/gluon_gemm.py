@@ -269,15 +269,15 @@ def fp4_inputs(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def cluster_target() -> KernelTarget:
-    """Compiled and held to its gate only: the emulator has no clusters."""
+    """Four clusters of four work-groups, with tails in every dimension."""
     from tests.amdgcn.kernels.gemm import BF16_STEP, TYPES, reference
 
     return KernelTarget(
         name="gluon_cluster",
         kernel=gemm_cluster,
         archs=("gfx1250",),
-        inputs=bf16_inputs("NT", 256, 256, 256, strides=False),
-        grid=(1, 1),
+        inputs=bf16_inputs("NT", 480, 500, 200, strides=False),
+        grid=(2, 2),
         constants={"BM": 256, "BN": 256, "BK": 64, "BUFFERS": 2},
         options={"num_warps": 4, "num_ctas": 4},
         types=TYPES,
@@ -336,4 +336,4 @@ def isa_targets() -> list[KernelTarget]:
             gate=IsaGate(required=("v_wmma_scale_f32_32x16x128_f4", "tensor_load_to_lds")),
         )
     )
-    return targets
+    return [*targets, cluster_target()]

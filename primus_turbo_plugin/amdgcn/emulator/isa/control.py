@@ -58,10 +58,14 @@ def _bind_trap(instruction: Instruction) -> Execute:
 
 
 # -- barriers ---------------------------------------------------------------------------------------------------------------
-def _workgroup_barrier(instruction: Instruction) -> None:
-    """Only the work-group's barrier (-1) is emulated; named and cluster barriers are not."""
-    if instruction.operands and instruction.operands[0].text not in ("-1", "0xffff"):
-        raise UnknownInstructionError(f"{instruction.where}: only the work-group barrier (-1) is emulated.")
+def _is_cluster(instruction: Instruction) -> bool:
+    """Whether a barrier is the cluster's (-3), not the work-group's (-1); named ones are not emulated."""
+    text = instruction.operands[0].text if instruction.operands else "-1"
+    if text not in ("-1", "0xffff", "-3", "0xfffd"):
+        raise UnknownInstructionError(
+            f"{instruction.where}: only the barriers of the work-group (-1) and of the cluster (-3) are emulated."
+        )
+    return text in ("-3", "0xfffd")
 
 
 def _bind_barrier(instruction: Instruction) -> Execute:
@@ -75,12 +79,14 @@ def _bind_barrier(instruction: Instruction) -> Execute:
 
 
 def _bind_signal(instruction: Instruction) -> Execute:
-    _workgroup_barrier(instruction)
+    if _is_cluster(instruction):
+        return lambda machine: machine.signal_cluster()
     return lambda machine: machine.signal_barrier()
 
 
 def _bind_barrier_wait(instruction: Instruction) -> Execute:
-    _workgroup_barrier(instruction)
+    if _is_cluster(instruction):
+        return lambda machine: machine.wait_cluster()
     return lambda machine: machine.wait_barrier()
 
 

@@ -5,7 +5,10 @@ Dimension 0 is the innermost and contiguous. Elements outside the tensor load as
 `pad_amount` bytes into LDS after every `pad_interval` bytes. An operation whose count field is zero is predicated off, which
 still counts on `tensorcnt`.
 
-Not emulated: gather/scatter rows, iteration, cluster multicast.
+Multicast: a transfer with a mask lands in the LDS of every work-group of the cluster that the mask names. Triton's kernels let
+each receiver issue it; here each issue writes all receivers, as late as its own wait, and is in flight there from its own issue.
+
+Not emulated: gather/scatter rows, iteration.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ class TileDescriptor:
         pad_interval: Bytes of data between paddings, 0 for none.
         pad_amount: Bytes of each padding.
         barrier: LDS address of the barrier object to arrive at, or None.
+        receivers: Places in the cluster of the work-groups whose LDS is written; none: the issuer's own.
     """
 
     enabled: bool
@@ -60,11 +64,12 @@ class TileDescriptor:
     pad_interval: int
     pad_amount: int
     barrier: int | None
+    receivers: tuple[int, ...] = ()
 
     @classmethod
     def decode(cls, g0: list[int], g1: list[int], g2: list[int], g3: list[int]) -> TileDescriptor:
-        if _field(g0, 31, 1) or _field(g1, 19, 1) or _field(g1, 0, 16):
-            raise EmulationError("tensor transfers with gather/scatter, iteration or multicast are not emulated.")
+        if _field(g0, 31, 1) or _field(g1, 19, 1):
+            raise EmulationError("tensor transfers with gather/scatter or iteration are not emulated.")
         padded = _field(g1, 20, 1)
         sizes = (_field(g1, 112, 16), _field(g1, 128, 16), _field(g1, 144, 16), _field(g2, 112, 16), _field(g3, 80, 16))
         used = next((i for i, size in enumerate(sizes) if size == 0), len(sizes))
@@ -79,6 +84,7 @@ class TileDescriptor:
             pad_interval=(2 << _field(g1, 22, 3)) * 4 if padded else 0,
             pad_amount=(_field(g1, 25, 7) + 1) * 4 if padded else 0,
             barrier=_field(g1, 32, 16) << 3 if _field(g1, 18, 1) else None,
+            receivers=tuple(i for i in range(16) if _field(g1, i, 1)),
         )
 
     def coordinates(self) -> tuple[Ints, Ints, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]]:
@@ -118,22 +124,27 @@ def _load(machine: Machine, wave: int, tile: TileDescriptor) -> None:
     data = np.zeros((len(number), size), np.uint8)
     data[inside] = machine.memory.read(tile.global_address + memory[inside] * size, size)
     machine.lds.check_flat(lds, size, "tensor transfer")
+    groups = machine.cluster_groups(wave, tile.receivers)
     races, me, pc = machine.lds.races, np.array([wave]), machine.pc
-    everything = np.ones((1, len(lds)), bool)
     if races is not None:
-        races.write(pc, *races.units(me, lds[None], everything, size), in_flight=machine.waits.deferred)
+        for group in groups:
+            units = races.units_of_group(group, wave, lds, size)
+            races.write(pc, *units, in_flight=machine.waits.deferred, multicast=bool(tile.receivers))
 
     def land(_: Ints) -> None:
-        machine.lds.group_bytes(wave)[lds[:, None] + np.arange(size)] = data
-        if races is not None and machine.waits.deferred:
-            units, who = races.units(me, lds[None], everything, size)
-            if tile.barrier is None:
-                races.landed(units, who)
-            else:
-                races.publish(units)
+        for group in groups:
+            machine.lds.bytes_of_group(group)[lds[:, None] + np.arange(size)] = data
+            if races is not None and machine.waits.deferred:
+                units, who = races.units_of_group(group, wave, lds, size)
+                if tile.barrier is None:
+                    races.landed(units, who)
+                else:
+                    races.publish(units)
         if tile.barrier is not None:
             arrive(machine, wave, tile.barrier, 1)
 
+    if tile.barrier is not None and len(groups) > 1:
+        raise EmulationError("tensor transfers that signal barrier objects of several work-groups are not emulated.")
     if tile.barrier is not None:
         machine.later(lambda: land(me))
         machine.waits.count(TENSOR)
