@@ -1,7 +1,7 @@
 """Gradients of queries for Hopper's warpgroups (Gluon kernel); the launcher is in attention_hopper.py.
 
 Math      as attention_bwd.py
-Layout    as attention_hopper_fwd.py: 128 queries a program, their q and dout stay in shared memory, keys and values pass by
+Layout    as attention_hopper_fwd.py: 128 queries a tile, their q and dout stay in shared memory, keys and values pass by
 Cost      6 * D FLOPs a visible score on the matrix units, 1 exponential
 Numerics  as attention_bwd.py: fixed order of every sum
 Limits    as attention_hopper_fwd.py

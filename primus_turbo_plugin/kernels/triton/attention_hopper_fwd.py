@@ -1,13 +1,15 @@
 """Forward attention for Hopper's warpgroups (Gluon kernel); the launcher is in attention_hopper.py.
 
 Math      as attention_fwd.py
-Layout    a program: 128 queries of one head, 64 for each of two warpgroups; one more warp copies tiles of keys and values into a
+Layout    a tile: 128 queries of one head, 64 for each of two warpgroups; one more warp copies tiles of keys and values into a
           ring of shared buffers. A warpgroup issues S of the next block before the second product of the last one, and computes
-          the softmax while that runs; the two warpgroups drift apart, so that one multiplies while the other exponentiates
+          the softmax while that runs; the two warpgroups drift apart, so that one multiplies while the other exponentiates.
+          A program a multiprocessor takes tile after tile, the longest first, so that the next one's copies run under the
+          stores of the last
 Cost      4 * D FLOPs a visible score on the matrix units, 1 exponential
 Numerics  as attention_fwd.py: fixed order of every sum
-Limits    Triton 3.6 or newer, compute capability 9.0; dim to 192 and v_dim to 128 in steps of 8; dense batches; causality,
-          windows and sinks, no other feature; descriptors must be able to read q, k and v in place
+Limits    Triton 3.6 or newer, compute capability 9.0; dim and v_dim to 256 in steps of 8; causality, windows, sinks, packed
+          sequences and zig-zag order, no other feature; descriptors must be able to read q, k and v in place
 """
 
 from __future__ import annotations
