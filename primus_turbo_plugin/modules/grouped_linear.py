@@ -102,7 +102,8 @@ class TurboGroupedLinear(TurboLinearMixin, Module):
     def _one_expert(self, init_method: Callable[..., Any]) -> Any:
         """Megatron's linear of one expert, initialised: up to 0.18 it leaves some attributes out otherwise."""
         config = without_apex(self.config)
-        config.perform_initialization = True
+        if not config.perform_initialization:  # then there may be no random state of a device to draw with
+            config.perform_initialization = config.use_cpu_initialization = True
         common = {
             "config": config,
             "init_method": init_method,
@@ -118,12 +119,13 @@ class TurboGroupedLinear(TurboLinearMixin, Module):
 
     def _allocate(self, like: Any) -> None:
         """Parameters for all experts, with the attributes that one expert's have."""
+        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
         for name in ("weight", "bias"):
             one = getattr(like, name)
             if one is None:
                 self.register_parameter(name, None)
                 continue
-            every = Parameter(torch.empty(self.num_gemms, *one.shape, dtype=one.dtype, device=one.device))
+            every = Parameter(torch.empty(self.num_gemms, *one.shape, dtype=one.dtype, device=device))
             vars(every).update(vars(one))
             # Megatron's row-parallel linear marks its bias so under sequence parallelism, and its gradient is then summed over
             # ranks that hold other experts. A routed expert's tokens were gathered by the dispatcher: nothing is left to sum.

@@ -151,6 +151,20 @@ def test_initial_weights_are_the_ones_that_megatrons_experts_draw(rank_info: Ran
 
 
 @ranks(world_size=1, megatron=True)
+def test_weights_about_to_be_loaded_are_not_drawn(rank_info: RankInfo) -> None:
+    """`--no-initialization`: no random state is needed, nor touched; attributes are there all the same."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    start_megatron(seed=rank_info.seed)
+    get_cuda_rng_tracker().reset()
+    before = torch.get_rng_state()
+    every = grouped(experts_config(perform_initialization=False, use_cpu_initialization=False))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert every.linear_fc1.weight.tensor_model_parallel
+    assert every.linear_fc2.weight.partition_dim == 2
+
+
+@ranks(world_size=1, megatron=True)
 def test_parameters_carry_the_attributes_of_megatrons(rank_info: RankInfo) -> None:
     """The optimizer, gradient reduction and clipping find an expert's parameters by them."""
     start_megatron(seed=rank_info.seed)
