@@ -37,7 +37,7 @@ def mutant(target: KernelTarget, code: CompiledKernel, pattern: str, replacement
     ("pattern", "replacement", "error"),
     [
         (r"\ts_barrier_(signal|wait) -3", "\ts_nop 0", "RAW race"),
-        (r"\ts_barrier_wait -3", "\ts_nop 0", "WAR race"),
+        (r"\ts_barrier_wait -3", "\ts_nop 0", "(WAR|RAW) race"),
         (r"\ts_wait_tensorcnt 0x0", "\ts_nop 0", "in flight"),
     ],
     ids=["no barrier", "no waiting", "no wait for transfers"],

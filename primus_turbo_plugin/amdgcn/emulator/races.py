@@ -97,7 +97,7 @@ class RaceTracker:
 
     def _ordered_from(self, who: Ints, groups: Ints) -> Ints:
         """Marks of accesses of these groups, from which on they are not ordered before what `who` does now."""
-        waits: Ints = self.waits[who]
+        waits: Ints = self.waits[who].astype(np.int64)
         return np.where(self._group_of[who] == groups, waits, 0) if self._clusters else waits
 
     def order_cluster(self, groups: Ints, waited: Ints) -> None:
