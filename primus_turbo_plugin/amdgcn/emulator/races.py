@@ -95,10 +95,13 @@ class RaceTracker:
         units = (flat[:, None] + np.arange(span)).ravel()
         return units, np.full(len(units), wave, np.int64)
 
-    def _ordered_from(self, who: Ints, groups: Ints) -> Ints:
-        """Marks of accesses of these groups, from which on they are not ordered before what `who` does now."""
-        waits: Ints = self.waits[who].astype(np.int64)
-        return np.where(self._group_of[who] == groups, waits, 0) if self._clusters else waits
+    def _ordered_from(self, who: Ints, units: Ints, *, written: bool) -> NDArray[np.int32]:
+        """Marks from which on the last write (or read) of units is not ordered before what `who` does now."""
+        waits = self.waits[who]
+        if not self._clusters:
+            return waits
+        groups = self._group_of[self._writer[units]] if written else units // self._units
+        return np.where(self._group_of[who] == groups, waits, 0)
 
     def order_cluster(self, groups: Ints, waited: Ints) -> None:
         """A cluster's barrier is complete: what each of its groups did before signalling is ordered for all of them.
@@ -119,7 +122,7 @@ class RaceTracker:
         """Check and record a read."""
         mark = self._write_mark[units]
         in_flight = mark == _IN_FLIGHT
-        late = (mark >= self._ordered_from(who, self._group_of[self._writer[units]])) & (self._writer[units] != who)
+        late = (mark >= self._ordered_from(who, units, written=True)) & (self._writer[units] != who)
         self._report("RAW", pc, self._write_pc[units], late & ~in_flight)
         self._report("RAW, in flight,", pc, self._write_pc[units], in_flight)
         self._mark_read(pc, units, who)
@@ -144,7 +147,7 @@ class RaceTracker:
         """
         mark = self._write_mark[units]
         other = mark == _IN_FLIGHT
-        late = (mark >= self._ordered_from(who, self._group_of[self._writer[units]])) & (self._writer[units] != who)
+        late = (mark >= self._ordered_from(who, units, written=True)) & (self._writer[units] != who)
         if multicast:
             twin = other & (self._write_pc[units] == pc)
             other, late = other & ~twin, late & ~twin
@@ -152,8 +155,8 @@ class RaceTracker:
             late &= changed
         self._report("WAW", pc, self._write_pc[units], late & ~other)
         self._report("WAW, in flight,", pc, self._write_pc[units], other & (late | (self._writer[units] == who)))
-        readers = units // self._units if self._clusters else who
-        early = (self._read_mark[units] >= self._ordered_from(who, readers)) & (self._reader[units] != who)
+        unread = self._ordered_from(who, units, written=False)
+        early = (self._read_mark[units] >= unread) & (self._reader[units] != who)
         self._report("WAR", pc, self._read_pc[units], early)
         self._report("WAR, in flight,", pc, self._leaving_pc[units], self._leaving[units])
         self._writer[units] = who
