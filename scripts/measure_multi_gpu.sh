@@ -12,7 +12,7 @@
 # Rows are printed and kept as they are measured, so that a run that is cut short has measured something. A step that fails does
 # not keep the next from running; the exit code says whether all of them ended well. Settings, as variables:
 #
-#     TURBO_RANKS      number of GPUs; default: all of them
+#     TURBO_RANKS      number of GPUs; default: all of them (2 gives the tables of two ranks on a larger machine)
 #     TURBO_SECONDS    for everything together; default 530
 #     TURBO_DRY_RUN    1: tiny sizes on CPU processes over gloo and shared memory; shows that it runs, measures nothing
 set -u
@@ -79,7 +79,7 @@ if [ "${TURBO_DRY_RUN:-0}" = 1 ]; then
     echo "== tests: skipped, they need GPUs"
 elif "$python" -c 'import pytest' 2>/dev/null; then
     decisive="layer or probe or named or (delays and True) or (captured_collectives and True)" # the others vary what is slower
-    step tests 65 "$python" -m pytest -n0 -v -p no:cacheprovider -k "$decisive" tests/distributed/test_overlap_sdma.py
+    step tests 65 "$python" -m pytest -v -p no:xdist -p no:cacheprovider -k "$decisive" tests/distributed/test_overlap_sdma.py
 else
     echo "== tests: skipped, pytest is not installed"
 fi
