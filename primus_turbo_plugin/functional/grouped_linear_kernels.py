@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,7 @@ from primus_turbo_plugin.precision.presets import GEMM_OPERANDS
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 from primus_turbo_plugin.precision.rounding import RoundingKey
+from primus_turbo_plugin.precision.scale_layout import ROWS, ScaleLayout
 
 Copies = tuple[QuantizedTensor | None, QuantizedTensor | None]
 
@@ -43,6 +44,7 @@ class GroupedLinearKernels:
         wgrad_dtype: dtype of dw as the GEMM writes it: the weight's, or fp32 towards a `main_grad`.
         gemms: Backend of fprop, dgrad, wgrad.
         quantizers: Backend that quantises x, w, dy; those used as they are have none. w's is an ordinary one, expert by expert.
+        weight_layouts: Layout of the MX scales of the weights that fprop and dgrad multiply, which those read as they are.
     """
 
     plan: ModulePlan
@@ -50,6 +52,7 @@ class GroupedLinearKernels:
     wgrad_dtype: torch.dtype
     gemms: dict[str, Backend[GroupedGemmRequest]]
     quantizers: dict[str, Backend[Any]]
+    weight_layouts: dict[str, ScaleLayout] = field(default_factory=dict)
 
     @classmethod
     def select(
@@ -78,11 +81,13 @@ class GroupedLinearKernels:
         """
         registry = default_registry(plan.tuning_file) if registry is None else registry
         gemms: dict[str, Any] = {}
+        layouts: dict[str, ScaleLayout] = {}
         for gemm, kind in _KIND.items():
             a, b = (spec if spec.is_quantized else dtype for spec in _gemm_specs(plan, gemm))
             out_dtype, adds = (wgrad_dtype, accumulate) if gemm == "wgrad" else (dtype, False)
             request = GroupedGemmRequest(device=device.type, kind=kind, a=a, b=b, out_dtype=out_dtype, accumulate=adds)
             gemms[gemm] = registry.select(request.op, request, plan.kernels.get(request.op))
+            layouts[gemm] = gemms[gemm].scale_layout(request)
         quantizers: dict[str, Any] = {}
         for operand in OPERANDS:
             row, column = operand_specs(plan, operand)
@@ -90,7 +95,14 @@ class GroupedLinearKernels:
                 kind_of_request = QuantizeRequest if operand == "w" else GroupedQuantizeRequest
                 wanted = kind_of_request(device=device.type, dtype=dtype, row_spec=row, col_spec=column)
                 quantizers[operand] = registry.select(wanted.op, wanted, plan.kernels.get(wanted.op))
-        chosen = cls(plan=plan, dtype=dtype, wgrad_dtype=wgrad_dtype, gemms=gemms, quantizers=quantizers)
+        chosen = cls(
+            plan=plan,
+            dtype=dtype,
+            wgrad_dtype=wgrad_dtype,
+            gemms=gemms,
+            quantizers=quantizers,
+            weight_layouts=layouts,
+        )
         agree(_question(plan, device, dtype, wgrad_dtype, accumulate), chosen.choices)
         return chosen
 
@@ -147,8 +159,17 @@ class GroupedLinearKernels:
         quantize_both = self.quantizers["w"].kernels.quantize_both
         seed = self.plan.precision.signs_seed
         copies = [quantize_both(w, row, column, key=key, signs_seed=seed) for w, key in zip(weight, keys)]
-        stacked_row, stacked_column = (None if half[0] is None else stack_weights(half) for half in zip(*copies))
-        return stacked_row, stacked_column
+        row_copies, column_copies = zip(*copies)
+        return self._stacked("fprop", row_copies), self._stacked("dgrad", column_copies)
+
+    def _stacked(self, gemm: str, copies: Sequence[QuantizedTensor | None]) -> QuantizedTensor | None:
+        """All experts' copies in one, scales as the GEMM reads them where its layout's tiles of 32 rows are of one expert."""
+        present = [copy for copy in copies if copy is not None]
+        if not present:
+            return None
+        layout = self.weight_layouts.get(gemm, "plain")
+        fits = present[0].spec.is_mx and present[0].outer % ROWS == 0
+        return stack_weights(present).with_scale_layout(layout if fits else "plain")
 
 
 def _gemm_specs(plan: ModulePlan, gemm: str) -> list[QuantSpec]:

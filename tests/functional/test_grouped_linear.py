@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from primus_turbo_plugin.functional.grouped_linear_call import GroupedLinearCall
 from primus_turbo_plugin.functional.grouped_linear_kernels import GroupedLinearKernels
 from primus_turbo_plugin.functional.linear import linear
 from primus_turbo_plugin.functional.linear_call import Rounding
+from primus_turbo_plugin.functional.linear_kernels import operand_specs
 from primus_turbo_plugin.functional.weight_cache import WeightCache
 from primus_turbo_plugin.kernels.groups import Groups
 from primus_turbo_plugin.precision.module_plan import KernelOrders, ModulePlan
@@ -295,3 +297,16 @@ def test_groups_serve_several_layers_and_a_wait_for_the_gpu_is_reported(request:
     pinned = ModulePlan(precision=of.precision, kernels=orders)
     kernels = GroupedLinearKernels.select(pinned, CPU, torch.float32, wgrad_dtype=torch.float32, accumulate=False)
     assert "waits for the GPU" in kernels.choices["grouped fprop GEMM"]
+
+
+def test_weights_have_their_scales_where_the_gemms_read_them(request: Any) -> None:
+    """gfx950's layout holds tiles of 32 rows: it is written where none of them belongs to two experts."""
+    calls = grouped_call(plan("mxfp4_none"))
+    kernels = replace(calls.kernels, weight_layouts={"fprop": "gfx950", "dgrad": "plain"})
+    for outputs, layout in ((64, "gfx950"), (40, "plain")):
+        x, w, _, dy = inputs(seeded(request), (33, 7), 64, outputs)
+        call = GroupedLinearCall(plan=calls.plan, kernels=kernels)
+        row, column = kernels.quantize_weights(w, *operand_specs(calls.plan, "w"), [None, None])
+        assert (row.scale_layout, column.scale_layout) == (layout, "plain")
+        for mine, theirs in zip(run(call, (33, 7), x, w, None, dy)[:3], run(calls, (33, 7), x, w, None, dy)[:3]):
+            assert torch.equal(mine, theirs)

@@ -87,5 +87,5 @@ BACKEND = Backend(
     kernels=sys.modules[__name__],
     supports=supports,
     matrix_units=MATRIX_UNITS,
-    written_for=lambda request: gemm.BACKEND.written_for(request.dense()),
+    scale_layout=lambda request: "gfx950" if this_arch() == "gfx950" else "plain",  # of weights; of tokens always plain
 )
