@@ -88,4 +88,5 @@ BACKEND = Backend(
     supports=supports,
     matrix_units=MATRIX_UNITS,
     scale_layout=lambda request: "gfx950" if this_arch() == "gfx950" else "plain",  # of weights; of tokens always plain
+    written_for=lambda request: gemm.BACKEND.written_for(request.dense()),
 )
