@@ -104,6 +104,27 @@ def test_self_test_is_run_when_asked_for(capsys: pytest.CaptureFixture[str]) -> 
     assert run_json(capsys)[1]["selftest"] is None
 
 
+def test_self_test_of_a_gpu_runs_in_a_process_of_its_own_within_the_limit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from primus_turbo_plugin.diagnostics import doctor, selftest_guard
+    from primus_turbo_plugin.diagnostics.selftest import CaseResult
+    from tests.diagnostics.machines import device
+
+    asked: dict[str, object] = {}
+
+    def guarded(torch_device: str, *, limit_s: float, progress: object) -> tuple[CaseResult, ...]:
+        asked.update(torch_device=torch_device, limit_s=limit_s)
+        return (CaseResult(op="norm", backend="triton", case="rows", outcome="not run", detail="the time was up"),)
+
+    examine = doctor.examine
+    monkeypatch.setattr(doctor, "examine", lambda *args: examine(*args, device=device("gfx950")))
+    monkeypatch.setattr(selftest_guard, "run_guarded", guarded)
+    code, data = run_json(capsys, "--selftest", "--selftest-limit", "30")
+    assert asked == {"torch_device": "cuda", "limit_s": 30.0}
+    assert (code, data["healthy"], data["selftest"][0]["outcome"]) == (1, False, "not run")
+
+
 def test_failing_kernel_exits_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from primus_turbo_plugin.kernels.torch_native import gemm
 
