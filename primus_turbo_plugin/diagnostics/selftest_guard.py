@@ -10,12 +10,13 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from primus_turbo_plugin.diagnostics.selftest import CaseResult, SelfTest, selftests
+from primus_turbo_plugin.diagnostics.selftest import CaseResult, Outcome, SelfTest, selftests
 from primus_turbo_plugin.kernels.registry import default_registry
 
 _CASE_LIMIT_S = 180.0
@@ -43,79 +44,95 @@ def run_guarded(
         work: Runs tests from a number on and sends what it does; another one in tests.
         progress: Is told what is being run.
     """
-    results: dict[int, CaseResult] = {}
-    deadline = time.monotonic() + limit_s
-    names: list[tuple[str, str, str]] = []
+    run = _Run(torch_device, time.monotonic() + limit_s, case_limit_s, work or _work, progress or (lambda _: None))
     start = 0
-    while True:
-        start = _one_process(
-            torch_device, start, results, names, deadline, case_limit_s, work or _work, progress or (lambda _: None)
-        )
-        if names and start >= len(names):
-            break
-    return tuple(results[i] for i in range(len(names)))
+    while not run.names or start < len(run.names):
+        start = run.process_from(start)
+    return tuple(run.results[i] for i in range(len(run.names)))
 
 
-def _one_process(
-    torch_device: str,
-    start: int,
-    results: dict[int, CaseResult],
-    names: list[tuple[str, str, str]],
-    deadline: float,
-    case_limit_s: float,
-    work: Work,
-    progress: Callable[[str], None],
-) -> int:
-    """Runs cases from `start` on until all are done or the process ends; the number of the next one."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(torch_device, start, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    current, patience = start, _START_LIMIT_S
-    try:
+@dataclass(slots=True)
+class _Run:
+    """A self-test under way.
+
+    Attributes:
+        torch_device, case_limit_s, work, progress: As in `run_guarded`.
+        deadline: When the time is up, by `time.monotonic`.
+        names: Op, backend and case of everything there is to run, once the first process has said it.
+        results: By number.
+    """
+
+    torch_device: str
+    deadline: float
+    case_limit_s: float
+    work: Work
+    progress: Callable[[str], None]
+    names: list[tuple[str, str, str]] = field(default_factory=list)
+    results: dict[int, CaseResult] = field(default_factory=dict)
+
+    def process_from(self, start: int) -> int:
+        """Runs cases from `start` on until all are done or the process ends; the number of the next one."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=self.work, args=(self.torch_device, start, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            return self._listen(ours, start)
+        except EOFError:
+            process.join()
+            return self._failed(f"its process ended with exit code {process.exitcode}", start)
+        finally:
+            process.kill()
+            process.join()
+
+    def _listen(self, ours: Connection, start: int) -> int:
+        """What the process says, until it is done; the number of the next case."""
+        current, patience = start, _START_LIMIT_S
         while True:
-            left = min(patience, deadline - time.monotonic())
+            left = min(patience, self.deadline - time.monotonic())
             if left <= 0 or not ours.poll(left):
-                if time.monotonic() >= deadline:
-                    return _times_up(names, results)
-                results[current] = _failed(names, current, f"no result after {patience:.0f} s: the kernel hangs")
-                return current + 1
+                if time.monotonic() >= self.deadline:
+                    return self._times_up()
+                return self._failed(f"no result after {patience:.0f} s: the kernel hangs", current)
             kind, *said = ours.recv()
             if kind == "names":
-                names[:], patience = said[0], case_limit_s
+                self.names[:], patience = said[0], self.case_limit_s
             elif kind == "begins":
                 current = said[0]
-                progress(f"{current + 1} of {len(names)}: {names[current][0]} {names[current][1]}")
+                op, backend, _ = self.names[current]
+                self.progress(f"{current + 1} of {len(self.names)}: {op} {backend}")
             elif kind == "ended":
-                results[said[0]] = said[1]
+                self.results[said[0]] = said[1]
                 current = said[0] + 1
             else:  # "done", or "poisoned": the device serves this process no longer
                 return current
-    except EOFError:
-        process.join()
-        results[current] = _failed(names, current, f"its process ended with exit code {process.exitcode}")
-        return current + 1
-    finally:
-        process.kill()
-        process.join()
 
+    def _failed(self, detail: str, current: int) -> int:
+        """The first case without a result has failed; the number of the next one."""
+        self._name_something()
+        missing = [i for i in range(current, len(self.names)) if i not in self.results]
+        if not missing:  # it ended after the last case
+            return len(self.names)
+        self.results[missing[0]] = self._result(missing[0], "failed", detail)
+        return missing[0] + 1
 
-def _failed(names: list[tuple[str, str, str]], index: int, detail: str) -> CaseResult:
-    if not names:  # it ended before it could say what there is to run
-        names.append(("selftest", "-", "start"))
-    op, backend, case = names[index]
-    return CaseResult(op=op, backend=backend, case=case, outcome="failed", detail=detail)
+    def _times_up(self) -> int:
+        """What has no result has not been run; the number of cases."""
+        self._name_something()
+        for i in range(len(self.names)):
+            if i not in self.results:
+                self.results[i] = self._result(i, "not run", "the time was up")
+        return len(self.names)
 
+    def _name_something(self) -> None:
+        """So that a self-test that ended before it could say what there is to run has a row."""
+        if not self.names:
+            self.names.append(("selftest", "-", "start"))
 
-def _times_up(names: list[tuple[str, str, str]], results: dict[int, CaseResult]) -> int:
-    """Marks what has not been run; the number of cases."""
-    if not names:
-        names.append(("selftest", "-", "start"))
-    for i, (op, backend, case) in enumerate(names):
-        if i not in results:
-            results[i] = CaseResult(op=op, backend=backend, case=case, outcome="not run", detail="the time was up")
-    return len(names)
+    def _result(self, index: int, outcome: Outcome, detail: str) -> CaseResult:
+        op, backend, case = self.names[index]
+        return CaseResult(op=op, backend=backend, case=case, outcome=outcome, detail=detail)
 
 
 def _work(torch_device: str, start: int, out: Connection) -> None:
