@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from examples.mxfp4_study import grid, pictures, results, wgrad_statistics
+from examples.mxfp4_study import grid, kept, pictures, results, wgrad_statistics
 from examples.mxfp4_study.model import ModelSize
 from examples.mxfp4_study.runs import Plan, train_all
 from examples.mxfp4_study.train import Settings
@@ -35,7 +35,7 @@ _SIZES: dict[str, dict[str, int]] = {
 _LONG = {"eval_every": 50, "eval_sequences": 64}
 _RUNS: dict[str, dict[str, Any]] = {
     "tiny": {"steps": 12, "batch": 4, "micro_batch": 4, "lr": 3e-3, "eval_every": 3, "eval_sequences": 8},
-    "60m": {"steps": 500, "batch": 8, "micro_batch": 8, "lr": 6e-4, **_LONG},
+    "60m": {"steps": 500, "batch": 8, "micro_batch": 8, "lr": 3e-4, **_LONG},
     "160m": {"steps": 1500, "batch": 32, "micro_batch": 16, "lr": 6e-4, **_LONG},
     "350m": {"steps": 2000, "batch": 64, "micro_batch": 8, "lr": 4e-4, **_LONG},
 }
@@ -61,6 +61,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--whole-runs", action="store_true", help="begin none that --minutes would interrupt")
     parser.add_argument("--eager", action="store_true", help="no CUDA graph: same bits, slower")
     parser.add_argument("--report", action="store_true", help="train nothing")
+    parser.add_argument(
+        "--kept", type=Path, help="folder of small files of finished runs: used, not repeated, added to"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/mxfp4_study"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--list", action="store_true", help="show the cells and stop")
@@ -97,6 +100,8 @@ def main(argv: list[str]) -> int:
         for cell in chosen:
             print(cell.name, *(f"= {name}" for name in cell.same_as))
         return 0
+    if options.kept:
+        kept.restore(options.kept, options.out)
     if options.report:
         _report(options.out)
         return 0
@@ -119,6 +124,8 @@ def main(argv: list[str]) -> int:
         flush=True,
     )
     left = train_all([(cell, seed) for seed in options.seeds for cell in chosen], plan, workers=options.workers)
+    if options.kept:
+        kept.keep(options.out, options.kept)
     _report(options.out)
     print(f"{left} runs left; the same command continues" if left else "every run has ended")
     return 0

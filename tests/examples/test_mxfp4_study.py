@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("tokenizers")
 
 from examples.mxfp4_study import __main__ as study
-from examples.mxfp4_study import corpus, grid, results, runs, train, wgrad_statistics
+from examples.mxfp4_study import corpus, grid, kept, results, runs, train, wgrad_statistics
 from examples.mxfp4_study.model import ModelSize, StudyModel
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.precision.config import TurboConfig
@@ -300,6 +300,39 @@ def test_report_draws_what_is_there_without_training(tmp_path: Path, capsys: pyt
     assert "step" not in capsys.readouterr().out
     assert (tmp_path / "results.md").exists()
     assert (tmp_path / "wgrad_error.png").exists()
+
+
+def test_kept_runs_are_used_on_another_machine_and_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--preset", "tiny", "--steps", "3", "--cells", "bf16", "--device", "cpu", "--kept", str(tmp_path / "kept")]
+    assert study.main([*argv, "--seeds", "0", "--out", str(tmp_path / "one")]) == 0
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["bf16-seed0.json"]
+    capsys.readouterr()
+    assert study.main([*argv, "--seeds", "0", "1", "--out", str(tmp_path / "two")]) == 0
+    said = capsys.readouterr().out
+    assert "bf16 seed 1: ended" in said
+    assert "bf16 seed 0: ended" not in said
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+    before, after = (results.load(tmp_path / out)["bf16"][0] for out in ("one", "two"))
+    assert results.validation(before) == results.validation(after)
+    trained = [[point["train"] for point in report["curve"]] for report in (before, after)]
+    assert trained[1] == pytest.approx(trained[0], abs=1e-4)
+    with pytest.raises(ConfigError, match="another lr"):
+        study.main([*argv, "--lr", "1", "--out", str(tmp_path / "three")])
+
+
+def test_the_page_says_what_the_kept_runs_come_to(tmp_path: Path) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "mxfp4-study.md").read_text()
+    kept.restore(docs / "mxfp4-study" / "curves", tmp_path)
+    loaded = results.load(tmp_path)
+    for row in results.table(loaded):
+        end = results.markdown([row]).splitlines()[-1].split(" | ", 1)[1].rsplit(" | ", 1)[0]
+        assert f"| {end.strip(' |')} |" in page, row["cell"]
+    for row in results.contrasts(loaded):
+        value = results.contrasts_markdown([row]).splitlines()[-1].split(" | ")[2]
+        assert f"| {value} " in page, row["contrast"]
 
 
 @pytest.mark.slow
