@@ -113,10 +113,10 @@ def _selector(index: gl.constexpr, block, blocks, MASKED: gl.constexpr, P: gl.co
     else:
         count: gl.constexpr = tile_blocks(P)
         if MASKED:
-            later = half + (block - _window(block, blocks, True, P))
+            later = block - _window(block, blocks, True, P)
             word = half * 0
             for i in gl.static_range(count // 2):
-                word += gl.where(later + 2 * i < count, later + 2 * i, _NO_BYTE) << 8 * i
+                word += gl.where(half + 2 * i < blocks - block, later + half + 2 * i, _NO_BYTE) << 8 * i
         else:
             word = 0x06040200 + half * 0x01010101
         selector = word[None, :] + (line * 0)[:, None]
