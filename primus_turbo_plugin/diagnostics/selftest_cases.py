@@ -12,6 +12,7 @@ attention  float64 softmax and its autograd gradients; bf16 tensors, so SNR of a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -37,6 +38,7 @@ from primus_turbo_plugin.precision.formats import Format, ScaleRule
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 from primus_turbo_plugin.precision.rounding import RoundingKey
+from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 
 _SEED = 20260801
 
@@ -64,30 +66,47 @@ def _specs() -> tuple[QuantSpec, ...]:
 
 
 def quantize_cases(torch_device: str) -> Iterator[Case]:
-    """Every spec on magnitudes over 12 decades, with and without NaN and Inf (a tensorwise scale would be NaN with them)."""
-    finite = torch.randn(96, 160, generator=_generator()) * torch.logspace(-6, 6, 96).unsqueeze(1)
-    finite[5, :40] = 0.0
-    for row, peak in enumerate(
-        (6.0, 448.0, 57344.0), start=10
-    ):  # amax = max_element * 2^k, where scale rules turn over
-        finite[row] = finite[row].clamp(-peak / 8, peak / 8)
-        finite[row, ::32] = peak * 2.0 ** torch.arange(5.0)
-    finite = finite.to(torch.bfloat16)
-    special = finite.clone()
-    special[7, 3], special[9, 64] = torch.nan, torch.inf
-    key = RoundingKey(seed=_SEED, draw=1, tensor=2, rank=0)
+    """Every spec, MX scales in both layouts, a tensor of a few blocks of bf16; other dtypes; on GPUs one of many blocks."""
+    few = _hard_values(96, 160)
     for spec in _specs():
+        yield _quantize_case(torch_device, spec, few)
+    for dtype in (torch.float16, torch.float32):
+        yield _quantize_case(torch_device, QuantSpec(format=Format.MXFP4, hadamard=16), few.to(dtype), dtype)
+    if torch_device != "cpu":
+        many = _hard_values(1056, 2080)
+        for spec in _specs():
+            yield _quantize_case(torch_device, spec, many)
 
-        def check(kernels: Any, device: torch.device, spec: QuantSpec = spec) -> str | None:
-            for x in (finite, special):
-                wanted = reference_quantize.quantize_both(x, spec, spec, key=key, signs_seed=3)
-                got = kernels.quantize_both(x.to(device), spec, spec, key=key, signs_seed=3)
-                wrong = _differing_copies(wanted, got)
-                if wrong is not None:
-                    return wrong
-            return None
 
-        yield QuantizeRequest(device=torch_device, dtype=finite.dtype, row_spec=spec, col_spec=spec), check
+def _hard_values(rows: int, cols: int) -> Tensor:
+    """Magnitudes over 12 decades, zeros, and rows where scale rules turn over: amax = max_element * 2^k."""
+    x = torch.randn(rows, cols, generator=_generator()) * torch.logspace(-6, 6, rows).unsqueeze(1)
+    x[5, :40] = 0.0
+    for row, peak in enumerate((6.0, 448.0, 57344.0), start=10):
+        x[row] = x[row].clamp(-peak / 8, peak / 8)
+        x[row, ::32] = peak * 2.0 ** (torch.arange(len(range(0, cols, 32))) % 5)
+    return x.to(torch.bfloat16)
+
+
+def _quantize_case(torch_device: str, spec: QuantSpec, finite: Tensor, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """With and without NaN and Inf, which would make a tensorwise scale NaN."""
+    key = RoundingKey(seed=_SEED, draw=1, tensor=2, rank=0)
+    layouts: tuple[ScaleLayout, ...] = ("plain", "gfx950") if spec.is_mx else ("plain",)
+
+    def check(kernels: Any, device: torch.device) -> str | None:
+        special = finite.clone()
+        special[7, 3], special[9, 64] = torch.nan, torch.inf
+        for x, layout in itertools.product((finite, special), layouts):
+            options: dict[str, Any] = {"key": key, "signs_seed": 3, "scale_layout": layout}
+            wanted = reference_quantize.quantize_both(x, spec, spec, **options)
+            got = kernels.quantize_both(x.to(device), spec, spec, **options)
+            wrong = _differing_copies(wanted, got)
+            if wrong is not None:
+                return f"{wrong}, {layout} scales"
+        return None
+
+    request = QuantizeRequest(device=torch_device, dtype=dtype, row_spec=spec, col_spec=spec)
+    return request, check, f"{finite.shape[0]}x{finite.shape[1]}"
 
 
 def _differing_copies(wanted: Copies, got: Copies) -> str | None:

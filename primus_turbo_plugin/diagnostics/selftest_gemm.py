@@ -126,7 +126,9 @@ def _move(operand: Operand, device: torch.device, turned: bool) -> Operand:
 
 
 def show_difference(name: str, wanted: Tensor, got: Tensor) -> str:
-    """How many elements differ, where the first is, and both values."""
+    """How many elements differ, where the first is, and both values; or that shapes do."""
+    if wanted.shape != got.shape:
+        return f"{name}: {list(wanted.shape)} wanted, {list(got.shape)} got"
     where = (~(wanted == got)).nonzero()
     index = tuple(where[0].tolist())
     values = f"{wanted[index].item()} wanted, {got[index].item()} got"

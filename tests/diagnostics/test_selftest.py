@@ -82,9 +82,18 @@ def test_one_wrong_code_or_scale_of_either_copy_fails_every_case(part: str, copy
     assert all(f"{('rowwise', 'columnwise')[copy]} {part}" in result.detail for result in found)
 
 
+def test_quantiser_that_puts_scales_elsewhere_fails_every_mx_case() -> None:
+    def plain(*args: Any, scale_layout: Any, **kwargs: Any) -> Any:
+        return quantize.quantize_both(*args, **kwargs)
+
+    found = failures(QuantizeRequest, quantize_both=plain)
+    assert len(found) == sum("mxfp" in result.case for result in outcomes(QuantizeRequest))
+    assert all(result.detail.endswith("gfx950 scales") for result in found)
+
+
 def test_quantiser_that_ignores_key_or_signs_fails_the_stochastic_rotated_case() -> None:
-    def deaf(x: Any, row: Any, column: Any, *, key: Any, signs_seed: int) -> Any:
-        return quantize.quantize_both(x, row, column, key=key, signs_seed=0)
+    def deaf(x: Any, row: Any, column: Any, *, key: Any, signs_seed: int, scale_layout: Any) -> Any:
+        return quantize.quantize_both(x, row, column, key=key, signs_seed=0, scale_layout=scale_layout)
 
     assert [result.case for result in failures(QuantizeRequest, quantize_both=deaf)]
     assert all("randomised" in result.case for result in failures(QuantizeRequest, quantize_both=deaf))
