@@ -63,9 +63,10 @@ def move_apart_call(x: torch.Tensor, out: torch.Tensor, groups: Groups, padded: 
     """The launch behind `move_apart`."""
     from primus_turbo_plugin.kernels.triton.grouped_quantize_kernel import move_apart_kernel
 
-    grid = (-(-x.shape[1] // _MOVED_COLS), padded.total // _MOVED_ROWS)
+    col_tiles = -(-x.shape[1] // _MOVED_COLS)
+    grid = (col_tiles * (padded.total // _MOVED_ROWS),)
     constants = {**_search(groups), "ROWS": _MOVED_ROWS, "COLS": _MOVED_COLS}
-    args = {"x_ptr": x, "out_ptr": out, **_places(x, groups, padded)}
+    args = {"x_ptr": x, "out_ptr": out, "col_tiles": col_tiles, **_places(x, groups, padded)}
     return KernelCall(move_apart_kernel, grid, args, constants, {"num_warps": 4})
 
 
@@ -107,7 +108,8 @@ def whole_axis_calls(
     tiles = groups.padded(_FP8_TOKENS) if col is None else padded
     features = x.shape[1]
     width = max(features, row.padded if row else 0)
-    grid = (-(-width // _FP8_COLS), tiles.total // _FP8_TOKENS)
+    col_tiles = -(-width // _FP8_COLS)
+    grid = (col_tiles * (tiles.total // _FP8_TOKENS),)
     sizes = groups.count, groups.count * (features if col is not None and col.meta.block_outer == 1 else 1)
     amax = [
         None if copy is None else torch.zeros(size, dtype=torch.int32, device=x.device)
@@ -119,7 +121,7 @@ def whole_axis_calls(
     }  # fmt: skip
     shared = {
         "row_amax": amax[0], "col_amax": amax[1], "row_signs": row.signs if row else None,
-        "col_signs": col.signs if col else None, **_places(x, groups, tiles),
+        "col_signs": col.signs if col else None, "col_tiles": col_tiles, **_places(x, groups, tiles),
     }  # fmt: skip
     stores: dict[str, Any] = {"padded_rows": tiles.total, "row_padded": row.padded if row else 0}
     for name, copy, scale in (("row", row, scales[0]), ("col", col, scales[1])):

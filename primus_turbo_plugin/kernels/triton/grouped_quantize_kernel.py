@@ -24,6 +24,15 @@ from primus_turbo_plugin.kernels.triton.rounding import abs_bits, round_codes
 
 
 @triton.jit
+def _corner_of_tile(col_tiles, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """(first row, first column) of this program's tile, of `col_tiles` beside each other. One axis of the grid: CUDA's second
+    one ends at 65,535, which 2 million rows need more of.
+    """
+    tile = tl.program_id(0)
+    return tile // col_tiles * ROWS, tile % col_tiles * COLS
+
+
+@triton.jit
 def _group_of_tile(row0, offsets_ptr, padded_ptr, GROUPS: tl.constexpr, SEARCH: tl.constexpr):
     """(group, its row that belongs at the padded row row0, its rows from there on): the last group and none past all groups."""
     index = tl.arange(0, SEARCH)
@@ -46,11 +55,11 @@ def _load_rows(x_ptr, first, count, col0, features, stride_row, stride_col, ROWS
 @triton.jit
 def move_apart_kernel(
     x_ptr, out_ptr, offsets_ptr, padded_ptr,
-    features, stride_row, stride_col,
+    features, col_tiles, stride_row, stride_col,
     GROUPS: tl.constexpr, SEARCH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """out `[padded rows, features]`, contiguous: a program ROWS x COLS of it."""
-    row0, col0 = tl.program_id(1) * ROWS, tl.program_id(0) * COLS
+    row0, col0 = _corner_of_tile(col_tiles, ROWS, COLS)
     _, first, count = _group_of_tile(row0, offsets_ptr, padded_ptr, GROUPS, SEARCH)
     x = _load_rows(x_ptr, first, count, col0, features, stride_row, stride_col, ROWS, COLS)
     row, col = row0 + tl.arange(0, ROWS), col0 + tl.arange(0, COLS)
@@ -61,11 +70,11 @@ def move_apart_kernel(
 @triton.jit
 def expert_amax_kernel(
     x_ptr, row_amax, col_amax, row_signs, col_signs, offsets_ptr, padded_ptr,
-    features, stride_row, stride_col,
+    features, col_tiles, stride_row, stride_col,
     GROUPS: tl.constexpr, SEARCH: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Amax bits of every expert into zeroed int32 buffers: `[GROUPS]`, of a columnwise copy by feature `[GROUPS, features]`."""
-    row0, col0 = tl.program_id(1) * ROWS, tl.program_id(0) * COLS
+    row0, col0 = _corner_of_tile(col_tiles, ROWS, COLS)
     group, first, count = _group_of_tile(row0, offsets_ptr, padded_ptr, GROUPS, SEARCH)
     x = _load_rows(x_ptr, first, count, col0, features, stride_row, stride_col, ROWS, COLS).to(tl.float32)
     if count > 0:
@@ -99,12 +108,12 @@ _KEY_WORDS = ("row_k0", "row_k1", "row_c2", "row_c3", "col_k0", "col_k1", "col_c
 @triton.jit(do_not_specialize=_KEY_WORDS)
 def expert_fp8_kernel(
     x_ptr, row_data, row_scale, row_amax, row_signs, col_data, col_scale, col_amax, col_signs, offsets_ptr, padded_ptr,
-    features, padded_rows, row_padded, stride_row, stride_col,
+    features, padded_rows, row_padded, col_tiles, stride_row, stride_col,
     row_k0, row_k1, row_c2, row_c3, col_k0, col_k1, col_c2, col_c3,
     GROUPS: tl.constexpr, SEARCH: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Both copies of a tile: codes `[T, row_padded]` with a scale a row, `[features, padded_rows]` with one for ROWS tokens."""
-    row0, col0 = tl.program_id(1) * ROWS, tl.program_id(0) * COLS
+    row0, col0 = _corner_of_tile(col_tiles, ROWS, COLS)
     group, first, count = _group_of_tile(row0, offsets_ptr, padded_ptr, GROUPS, SEARCH)
     x = _load_rows(x_ptr, first, count, col0, features, stride_row, stride_col, ROWS, COLS).to(tl.float32)
     if ROW is not None:

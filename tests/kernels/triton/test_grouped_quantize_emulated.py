@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -28,11 +30,30 @@ def _run(arch, calls) -> None:
         amdgcn.launch(compiled, call.grid, call.args)
 
 
+def test_millions_of_tokens_fit_a_launch() -> None:
+    """CUDA's grids end at 65,535 in their second and third axis, which 2 million rows passed."""
+    rows, features = 1 << 23, 512
+    x = torch.empty(rows, features, dtype=torch.bfloat16, device="meta")
+    groups = on_device((rows - 7, 7), "cpu")
+    padded = groups.padded(128)
+    row = Copy.of(rows, features, x.device, TENSORWISE, False, None, 0)
+    col = Copy.of(padded.total, features, x.device, TENSORWISE, True, None, 0)
+    scales = [torch.empty(0, device="meta")] * 2
+    moved = x.new_empty(padded.total, features)
+    calls = [
+        turbo.move_apart_call(x, moved, groups, padded),
+        *turbo.whole_axis_calls(x, row, col, scales, groups, padded),
+    ]
+    for call in calls:
+        assert math.prod(call.grid) == padded.total * features // (call.constants["ROWS"] * call.constants["COLS"])
+        assert max(call.grid[1:], default=0) <= 65535
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rows_are_moved_to_their_padded_places(arch, rng) -> None:
-    x, groups = tokens(rng, COUNTS, 72)[:, ::2], on_device(COUNTS, "cpu")
+    x, groups = tokens(rng, COUNTS, 600)[:, ::2], on_device(COUNTS, "cpu")
     padded = groups.padded(32)
-    out = torch.full((padded.total, 36), float("nan"), dtype=torch.bfloat16)
+    out = torch.full((padded.total, 300), float("nan"), dtype=torch.bfloat16)
     _run(arch, [turbo.move_apart_call(x, out, groups, padded)])
     assert torch.equal(out, reference.move_apart(x, groups, padded))
 
@@ -42,7 +63,7 @@ def test_rows_are_moved_to_their_padded_places(arch, rng) -> None:
     "specs", [(TENSORWISE, TENSORWISE), (None, STOCHASTIC), (TENSORWISE, None)], ids=["both", "rowwise", "row only"]
 )
 def test_fp8_scales_of_one_expert(arch, specs, rng) -> None:
-    x, groups = tokens(rng, COUNTS, 72), on_device(COUNTS, "cpu")
+    x, groups = tokens(rng, COUNTS, 136), on_device(COUNTS, "cpu")
     x[140 - 5, 3] = float("nan")  # of the last expert
     padded = groups.padded(128)
     row = Copy.of(*x.shape, x.device, specs[0], False, KEY, 0)
