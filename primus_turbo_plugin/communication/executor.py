@@ -4,12 +4,12 @@ A `Channel` is memory that peers write into, used by one kind of collective. Cal
 numbers only grow. That is all the synchronisation there is: a rank that has seen its peers' signals of call n+1 knows that they
 have left call n, so the slot of call n may be written again in call n+2 (`schedules/check.py` proves it for every schedule). It
 holds while the calls of a channel follow each other on one compute stream, each finished before the next starts; gathers and
-scatters therefore have a channel each, and a gathered operand may be read until the next gather but one begins.
+scatters therefore have a channel each. A gathered operand may be read until the next gather begins: larger rows get other memory.
 
 Calls that a CUDA graph captures are replayed with the numbers they were captured with. They raise flags of their own from 0 to 1,
 each slot its set, and zero them when the call ends, by when every signal of the call has been waited for. Two slots in turn keep
 apart what follows each other within a capture; since nobody knows what is replayed after what, the first call of a capture and
-every later call outside one begin with a handshake of all ranks, and a gathered operand may be read until the next gather only.
+every later call outside one begin with a handshake of all ranks.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ class Channel:
         """
         if self._open is not None or self._failed:
             raise UnsupportedError(self._unusable(label))
-        span = None if self.tracer is None else self.tracer.begin(label, self.transport)
         capture = self.transport.capture_id()
+        traced = self.tracer is not None and not capture  # marks within a graph could not be read
+        span = self.tracer.begin(label, self.transport) if traced and self.tracer is not None else None
         plan = self._plan(programs, inputs, forms, input_forms or forms, bool(capture), span is not None)
         if capture:
             self._captured += 1
@@ -121,7 +122,7 @@ class Channel:
         return call
 
     def finish(self, call: Call) -> list[Tensor]:
-        """Issues the second half; the slot's planes, to be read before this channel's next call but one."""
+        """Issues the second half; the slot's planes, to be read before this channel's next call."""
         assert call is self._open
         assert self._arena is not None
         self.transport.resume(self._arena)
@@ -179,7 +180,11 @@ class Channel:
             if slot == (self._captured if captures else self._sequence + 1) % SLOTS:
                 break
         program = programs[self.transport.rank]
-        assert program.num_flags <= MAX_FLAGS, (program.num_flags, MAX_FLAGS)
+        if program.num_flags > MAX_FLAGS:
+            raise UnsupportedError(
+                f"overlapped collective: {program.world_size} ranks of a ring need {program.num_flags} flags for their chunks, "
+                f"and there are {MAX_FLAGS}. Set communication.chunks to {max(1, MAX_FLAGS // program.world_size)}."
+            )
         layout = Layout(
             offsets=tuple(slot * self._slot_bytes + offset for offset in offsets),
             flag_set=1 + slot if captures else 0,
@@ -212,12 +217,14 @@ class Channel:
         return self._arena, tuple(offsets)
 
     def _grow(self, slot_bytes: int) -> None:
-        self._plans.clear()
-        if self._arena is not None and self._captured:
-            self._kept.append(self._arena)
-        elif self._arena is not None:
-            self.transport.release(self._arena)
-        self._arena, self._sequence, self._slot_bytes = None, 0, slot_bytes
+        arena, self._arena = self._arena, None
+        self._plans.clear()  # they and the handshake hold the arena, whose memory is wanted for the next
+        self._handshake, self._sequence, self._slot_bytes = (), 0, slot_bytes
+        if arena is not None and self._captured:
+            self._kept.append(arena)
+        elif arena is not None:
+            self.transport.release(arena)
+        del arena
         with torch.inference_mode(False):  # an evaluation may come first, and training must write into it
             self._arena = self.transport.allocate(SLOTS * slot_bytes)
         self._handshake = handshake_steps(self.transport, self._arena, _HANDSHAKE)

@@ -6,7 +6,7 @@
     start_scatter    RS(x)                 under whatever is computed until `wait()`
 
 Every rank must call them in one order, with the same shapes, on one compute stream. Results of gathers lie in memory that peers
-write into: they are to be read before the next gather of the same kind but one starts, and never to be saved.
+write into: they are to be read before the next gather of the same kind starts, and never to be saved.
 """
 
 from __future__ import annotations

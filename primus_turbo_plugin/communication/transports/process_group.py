@@ -74,7 +74,7 @@ class ProcessGroupTransport(Transport):
         return RoundsArena(mine=memory, nbytes=nbytes, tag=self._arenas * _MAX_ROUNDS)
 
     def release(self, arena: Arena) -> None:
-        arena.mine = arena.mine[:0]
+        arena.mine = arena.mine.new_empty(0)
 
     def capture_id(self) -> int:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
