@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from primus_turbo_plugin.diagnostics.tune.gemm_tasks import shape_tasks
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.kernels.registry import default_registry
 from primus_turbo_plugin.kernels.tuning.codec import decode, encode
-from primus_turbo_plugin.kernels.tuning.file import write_entries
+from primus_turbo_plugin.kernels.tuning.entry import Entry
+from primus_turbo_plugin.kernels.tuning.file import merge_into, read_entries, write_entries
 from primus_turbo_plugin.kernels.tuning.shipped import ARCHITECTURES, shipped_entries
 from primus_turbo_plugin.kernels.tuning.table import build_table, tuning_table
 from primus_turbo_plugin.kernels.tuning.tunable import tunables
@@ -155,3 +157,23 @@ def test_shipped_entries_are_sound() -> None:
         config = decode(tunable.config_type, item.config, "shipped configuration")
         assert tunable.refusal(case, config) is None
         assert tuning_table().config(tunable, case) == config
+        assert config != tunable.default(case), "an entry that is the default says nothing"
+        assert item.us is None or item.default_us is None or item.us < 0.99 * item.default_us
+
+
+def test_an_entry_of_a_product_serves_it_and_no_other(tmp_path: Path) -> None:
+    """Of the real op, as a file holds it: what would be shipped is found by its key, and its neighbours keep the default."""
+    tunable = tunables()["triton.gemm_nt"]
+    task = next(shape_tasks(["16384,4096,4096"], ["mxfp4"], ["nt"], accumulate=False))
+    case = task.key("sm90", 132)
+    other = next(item for item in tunable.candidates(case) if item != tunable.default(case))
+    found = Entry(
+        op=tunable.op, versions=tunable.versions, key=encode(case), config=encode(other), source="measured",
+        device="NVIDIA H200", us=700.0, default_us=800.0, date="2026-12-01",
+    )  # fmt: skip
+    merge_into(tmp_path / "sm90.json", [found])
+    table = build_table(read_entries(tmp_path / "sm90.json"))
+    assert table.count("sm90") == {("shipped", "measured"): 1}
+    assert table.config(tunable, case) == other
+    for neighbour in (replace(case, rows=case.rows // 2), replace(case, compute_units=78)):
+        assert table.config(tunable, neighbour) == tunable.default(neighbour)
