@@ -1,8 +1,8 @@
 """The tuned configurations this package ships: `defaults/<arch>.json`, one tuning file an architecture.
 
 `sm90` takes measured entries only. An entry of an AMD architecture that was not measured is a heuristic and says its rule: no AMD
-GPU has run this code yet. An entry is there where it beats the default of `kernels/triton/gemm_defaults.py`; docs/tuning.md says what
-was searched, and that so far nothing did.
+GPU has run this code yet. An entry is there where it beats the default of `kernels/triton/gemm_defaults.py`; docs/tuning.md says
+what was searched, and that so far nothing did.
 """
 
 from __future__ import annotations
