@@ -216,9 +216,14 @@ class _LibraryClock:
 
 
 def library_span(what: str, x: Tensor, group: dist.ProcessGroup) -> Span | None:
-    """A collective of the group's library begins, and the caller computes until it waits; None where nothing is traced."""
+    """A collective of the group's library begins, and the caller computes until it waits; None where nothing is traced.
+
+    Within a CUDA graph nothing is: its events have no time that could be read.
+    """
     tracer = current_tracer()
     if tracer is None or not tracer.is_on:
+        return None
+    if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     shape = "x".join(map(str, x.shape))
     span = tracer.begin(f"{what} {shape}", _LibraryClock(dist.get_backend(group), x.device))

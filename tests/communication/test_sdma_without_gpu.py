@@ -261,6 +261,41 @@ def test_memory_that_one_rank_cannot_have_is_an_error_on_all_and_tried_twice(
 
 
 @ranks(world_size=2, timeout_s=60)
+def test_memory_is_zero_before_a_peer_learns_of_it(rank_info: RankInfo, tmp_path: Any) -> None:
+    """A memset is not waited for by the host: one behind queued work would wipe out a flag that a peer has raised meanwhile."""
+    os.environ["FAKE_FOLDER"] = str(tmp_path)
+    transport = _transport("copy")
+    order: list[str] = []
+    allocate, share = transport.api.allocate, transport.api.share
+    transport.api.allocate = lambda nbytes: (order.append("zeros"), allocate(nbytes))[1]  # type: ignore[func-returns-value, method-assign]
+    transport.api.share = lambda address: (order.append("share"), share(address))[1]  # type: ignore[func-returns-value, method-assign]
+    peer_memory.torch.cuda.synchronize = lambda device=None: order.append("wait")  # type: ignore[assignment]
+    transport.allocate(1 << 12)
+    assert order == ["zeros", "wait", "share"]
+
+
+@ranks(world_size=3, timeout_s=60)
+def test_memory_that_one_rank_cannot_open_is_closed_by_all_and_freed(rank_info: RankInfo, tmp_path: Any) -> None:
+    os.environ["FAKE_FOLDER"] = str(tmp_path)
+    transport = _transport("copy")
+    open_shared, opened = transport.api.open_shared, []
+
+    def limited(handle: bytes) -> int:
+        if rank_info.rank == 2 and opened:  # the second of its peers'
+            raise UnsupportedError("cuIpcOpenMemHandle_v2 failed: peer access is not supported")
+        opened.append(open_shared(handle))
+        return opened[-1]
+
+    transport.api.open_shared = limited  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError, match="cannot be had: rank 2: cuIpcOpenMemHandle_v2 failed"):
+        transport.allocate(1 << 12)
+    torch.distributed.barrier()
+    assert opened
+    assert not transport.api.maps
+    assert not list(tmp_path.iterdir())
+
+
+@ranks(world_size=2, timeout_s=60)
 def test_a_call_asks_the_driver_no_more_than_it_must(rank_info: RankInfo, tmp_path: Any) -> None:
     """What limits short GEMMs is the host: a copy, a signal and a wait for each chunk, and one mark to fork and one to join."""
     os.environ["FAKE_FOLDER"] = str(tmp_path)

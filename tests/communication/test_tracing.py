@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from primus_turbo_plugin.communication import tracing
 from primus_turbo_plugin.communication.overlap import Overlap, Payload
 from primus_turbo_plugin.communication.tracing import Tracer, parse_value
 from primus_turbo_plugin.communication.transports.process_group import ProcessGroupTransport
@@ -70,6 +72,14 @@ def test_the_variable_is_read(value: str, expected: tuple[str, int, int]) -> Non
 def test_a_malformed_variable_is_named(value: str) -> None:
     with pytest.raises(ConfigError, match="PRIMUS_TURBO_TRACE="):
         parse_value(value)
+
+
+def test_the_library_is_not_traced_in_a_capture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The clock of a stream would synchronise, which a capture forbids, and its events have no time."""
+    monkeypatch.setattr(tracing, "_CURRENT", [Tracer(tmp_path, first=1, last=1)])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    x = SimpleNamespace(device=torch.device("cuda", 0), shape=(2, 2), nbytes=8)
+    assert tracing.library_span("all_gather", x, None) is None  # type: ignore[arg-type]
 
 
 @ranks(world_size=2)

@@ -123,42 +123,49 @@ def allocate_ipc(nbytes: int, group: Group, device: torch.device, api: DeviceApi
     owned, handle, failure = 0, b"", ""
     try:
         owned = _again_without_cache(lambda: api.allocate(nbytes))
+        torch.cuda.synchronize(device)  # its zeros are there before a peer knows of it: flags may be raised at once
         handle = api.share(owned)
     except UnsupportedError as error:
         failure = str(error)
     told: list[tuple[bytes, str, str]] = [(b"", "", "")] * size
     dist.all_gather_object(told, (handle, socket.gethostname(), failure), group=group)
-    addresses = [owned] * size
+    addresses: dict[int, int] = {rank: owned}
     failures = [f"rank {peer}: {text}" for peer, (_, _, text) in enumerate(told) if text]
     hosts = {host for _, host, _ in told}
     if len(hosts) > 1:
         failures.append(f"ranks are on {len(hosts)} machines")
     if not failures:
         try:
-            addresses = [owned if peer == rank else api.open_shared(told[peer][0]) for peer in range(size)]
+            for peer in range(size):
+                if peer != rank:
+                    addresses[peer] = api.open_shared(told[peer][0])
         except UnsupportedError as error:
             failure = str(error)
     opened: list[str] = [""] * size
     dist.all_gather_object(opened, failure, group=group)
     failures += [f"rank {peer}: {text}" for peer, text in enumerate(opened) if text and not told[peer][2]]
+    peers = tuple(address for peer, address in addresses.items() if peer != rank)
     if failures:
-        if owned:
-            api.free(owned)
+        _close_and_free(peers, owned, group, api)
         raise UnsupportedError(
             f"transport sdma: {nbytes:,} bytes that peers can write into cannot be had: {'; '.join(failures)}. "
             "Set 'transport: process_group', or make the slots smaller (docs/communication.md, Memory)."
         )
-    peers = tuple(address for peer, address in enumerate(addresses) if peer != rank)
-    return PeerMemory(tensor_at(owned, nbytes, device), tuple(addresses), opened=peers, owned=owned)
+    everyones = tuple(addresses[peer] for peer in range(size))
+    return PeerMemory(tensor_at(owned, nbytes, device), everyones, opened=peers, owned=owned)
 
 
 def free(memory: PeerMemory, group: Group, api: DeviceApi) -> None:
     """Once no rank uses it. Collective."""
     torch.cuda.synchronize()
     dist.barrier(group=group)
-    for address in memory.opened:
+    _close_and_free(memory.opened, memory.owned or 0, group, api)
+    memory.kept, memory.opened, memory.owned = None, (), None
+
+
+def _close_and_free(opened: tuple[int, ...], owned: int, group: Group, api: DeviceApi) -> None:
+    for address in opened:
         api.close_shared(address)
     dist.barrier(group=group)  # a mapping must not outlive its memory
-    if memory.owned is not None:
-        api.free(memory.owned)
-    memory.kept, memory.opened, memory.owned = None, (), None
+    if owned:
+        api.free(owned)
