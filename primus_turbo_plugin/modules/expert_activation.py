@@ -33,6 +33,12 @@ def check_activation(where: str, config: Any) -> None:
                 f"{where}: {_FUSED}: Megatron fuses SwiGLU and quick GeGLU only, got {_name(config.activation_func)}"
                 f"{'' if config.gated_linear_unit else ' without a gate'}. Leave bias_activation_fusion off."
             )
+        clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
+        if config.activation_func is not quick_gelu and (clamp is not None or offset):
+            raise UnsupportedError(
+                f"{where}: {_FUSED}: Megatron's fused SwiGLU neither clamps nor adds an offset, got "
+                f"activation_func_clamp_value={clamp} and glu_linear_offset={offset}. Leave bias_activation_fusion off."
+            )
     if getattr(config, "moe_mlp_glu_interleave_size", None) is not None:
         raise UnsupportedError(
             f"{where}: moe_mlp_glu_interleave_size={config.moe_mlp_glu_interleave_size}: gate and up projections are kept "
@@ -53,7 +59,8 @@ def activate(config: Any, x: Tensor, probs: Tensor) -> Tensor:
     """
     if config.bias_activation_fusion:
         return _fused(config, x, probs)
-    if config.activation_func is squared_relu and config.use_fused_weighted_squared_relu:
+    fused_relu = config.use_fused_weighted_squared_relu and not config.gated_linear_unit
+    if fused_relu and config.activation_func is squared_relu:
         y: Tensor = weighted_squared_relu_impl(x, probs)
         return y
     weighted = _gated(config, x) if config.gated_linear_unit else config.activation_func(x)

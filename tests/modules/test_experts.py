@@ -86,8 +86,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @ranks(world_size=1, megatron=True)
 def test_outputs_and_gradients_are_those_of_megatrons_experts(rank_info: RankInfo) -> None:
     """float64: rounding cannot hide a wrong expert, a lost probability or a missing term."""
+    from megatron.core.activations import squared_relu
+
     start_megatron(seed=rank_info.seed)
-    for name, fields in VARIANTS.items():
+    relu = {"activation_func": squared_relu, "use_fused_weighted_squared_relu": True}
+    relus = {"fused squared relu": {**relu, "gated_linear_unit": False}, "squared relu with a gate, never fused": relu}
+    for name, fields in {**VARIANTS, **relus}.items():
         config = experts_config(params_dtype=torch.float64, **fields)
         for counts in COUNTS:
             one, every = sequential(config), grouped(config)
@@ -383,6 +387,11 @@ def test_mistakes_are_named(rank_info: RankInfo) -> None:
     config = experts_config(gated_linear_unit=False)
     config.bias_activation_fusion, config.activation_func = True, torch.nn.functional.relu
     with pytest.raises(UnsupportedError, match=r"fuses SwiGLU and quick GeGLU only, got relu without a gate"):
+        grouped(config)
+    config = experts_config(bias_activation_fusion=True, activation_func_clamp_value=7.0)
+    with pytest.raises(
+        UnsupportedError, match=r"neither clamps.*activation_func_clamp_value=7\.0 and glu_linear_offset=0"
+    ):
         grouped(config)
     with pytest.raises(ConfigError, match="moe_apply_probs_on_input needs moe_router_topk=1, got 2"):
         grouped(experts_config(moe_apply_probs_on_input=True))
