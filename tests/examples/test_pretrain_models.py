@@ -71,6 +71,14 @@ def test_sizes_are_those_of_the_published_model(model: str) -> None:
     assert total / 1e9 == pytest.approx(PUBLISHED[model], rel=3e-3)
 
 
+def test_router_weighs_experts_as_the_published_models_do() -> None:
+    """DeepSeek's `norm_topk_prob: false`: a share of all experts' probabilities. Mixtral's add up to one over the chosen ones."""
+    before = {
+        model: "moe-router-pre-softmax" in _values(_arguments(model)) for model in ("deepseek_v2_lite", "mixtral_8x7b")
+    }
+    assert before == {"deepseek_v2_lite": True, "mixtral_8x7b": False}
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_parallelism_fits_whole_nodes(model: str) -> None:
     v = _values(_arguments(model))
