@@ -17,13 +17,13 @@ _TOKENS_PER_RANK = 4096
 
 
 def memory_rows(config: Any, plans: Iterable[ModulePlan]) -> list[tuple[str, str]]:
-    """Predicted figures of one rank and microbatch, experts evenly loaded; none for latent attention.
+    """Predicted figures of one rank and microbatch, experts evenly loaded; none for latent attention or latent experts.
 
     Args:
         config: A `TransformerConfig`.
         plans: Of the model's linears.
     """
-    if config.multi_latent_attention:
+    if config.multi_latent_attention or (config.num_moe_experts is not None and config.moe_latent_size is not None):
         return []
     tp = config.tensor_model_parallel_size
     tokens = _tokens(config)

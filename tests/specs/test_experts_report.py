@@ -40,3 +40,13 @@ def test_experts_one_by_one_are_shown_with_the_flag_that_groups_them(capsys: pyt
     assert "SequentialMLP" in report
     assert "--moe-grouped-gemm" in report
     assert "experts" not in _report(capsys, grouped=False, linear="megatron").split("primus-turbo: precision")[0]
+
+
+def test_memory_is_predicted_of_experts_unless_their_width_is_another() -> None:
+    """`moe_latent_size`: experts see fewer features than the model has, which the prediction does not know."""
+    from primus_turbo_plugin.specs.memory import memory_rows
+
+    turbo = TurboConfig.from_dict({"precision": "mxfp4"})
+    for fields, predicted in (({}, True), ({"moe_latent_size": 16}, False)):
+        model = config(**MOE, moe_grouped_gemm=True, params_dtype=_bf16(), **fields)
+        assert bool(memory_rows(model, GptSpecs(model, turbo, None).linear_plans())) == predicted, fields
