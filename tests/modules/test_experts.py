@@ -334,6 +334,53 @@ def test_weights_are_quantised_once_a_step(rank_info: RankInfo) -> None:
 
 
 @ranks(world_size=1, megatron=True)
+def test_the_first_pass_of_a_recomputation_makes_the_copies_that_the_second_needs(rank_info: RankInfo) -> None:
+    """It runs without gradients, in training; an evaluation makes fprop's only."""
+    start_megatron(seed=rank_info.seed)
+    every = grouped(experts_config(params_dtype=torch.bfloat16), plan("mxfp4"))
+    linears = (every.linear_fc1, every.linear_fc2)
+    x, probs, _ = _inputs(COUNTS[0], torch.bfloat16)
+    for training, copies in ((True, 2), (False, 1)):
+        every.train(training)
+        for linear in linears:
+            linear.is_first_microbatch = True
+        with torch.no_grad():
+            every(x, torch.tensor(COUNTS[0]), probs)
+        assert [len(linear._weight_cache.tensors()) for linear in linears] == [2 * copies] * 2
+
+
+@ranks(world_size=1, megatron=True)
+def test_weights_that_change_are_quantised_anew(rank_info: RankInfo) -> None:
+    """By loading, by an optimizer, and by one that writes through `.data`, which torch records nowhere."""
+    start_megatron(seed=rank_info.seed)
+    config = experts_config(params_dtype=torch.bfloat16)
+    every = grouped(config, plan("mxfp4"))
+    inputs = _at(_inputs(COUNTS[0], torch.bfloat16), COUNTS[0])
+
+    class ByData(torch.optim.Optimizer):
+        def step(self) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.mul_(1.5)
+
+    changes = {
+        "loaded": lambda: every.load_state_dict({name: t * 2 for name, t in every.state_dict().items()}),
+        "stepped": torch.optim.SGD(every.parameters(), lr=0.5).step,
+        "written through .data": ByData(every.parameters(), {}).step,
+    }
+    for linear in (every.linear_fc1, every.linear_fc2):
+        linear.is_first_microbatch = True
+    before = run(every, *inputs)[0]
+    for what, change in changes.items():
+        change()
+        fresh = grouped(config, plan("mxfp4"))
+        fresh.load_state_dict(every.state_dict())
+        y = run(every, *inputs)[0]
+        assert torch.equal(y, run(fresh, *inputs)[0]), what
+        assert not torch.equal(y, before), what
+        before = y
+
+
+@ranks(world_size=1, megatron=True)
 def test_plain_state_dicts_of_megatrons_experts_load(rank_info: RankInfo) -> None:
     """SequentialMLP's, and TEGroupedMLP's with its numbered weights; extra states of other backends are dropped."""
     start_megatron(seed=rank_info.seed)
@@ -393,6 +440,13 @@ def test_mistakes_are_named(rank_info: RankInfo) -> None:
         UnsupportedError, match=r"neither clamps.*activation_func_clamp_value=7\.0 and glu_linear_offset=0"
     ):
         grouped(config)
+    config = experts_config()
+    config.moe_mlp_glu_interleave_size = 32
+    with pytest.raises(UnsupportedError, match=r"moe_mlp_glu_interleave_size=32.*Leave it out"):
+        grouped(config)
+    every.linear_fc2.weight.__fsdp_param__ = True
+    with pytest.raises(UnsupportedError, match="Megatron-FSDP"):
+        every(x, torch.tensor(COUNTS[0]), probs)
     with pytest.raises(ConfigError, match="moe_apply_probs_on_input needs moe_router_topk=1, got 2"):
         grouped(experts_config(moe_apply_probs_on_input=True))
     with pytest.raises(ConfigError, match="unknown keyword 'colour'"):
