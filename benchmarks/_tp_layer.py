@@ -185,7 +185,10 @@ def compare(
 
 
 def variants_of(step: Step, overlap: Overlap | None) -> dict[str, Callable[[], Callable[[], list[Tensor]]]]:
-    """Overlap off and on and, where it can be captured, on in a graph."""
+    """Overlap off and on and, where it can be captured, on in a graph.
+
+    The graph is of an overlap of its own: eager calls of one that has been captured begin with a handshake ever after.
+    """
     found = {"overlap off": lambda: lambda: step(None)}
     if overlap is None:
         return found
@@ -194,7 +197,8 @@ def variants_of(step: Step, overlap: Overlap | None) -> dict[str, Callable[[], C
     for name, use in uses.items():
         found[name] = lambda use=use: lambda: step(use)
     if overlap.transport.capabilities.name == "sdma":
-        found["overlap on, captured"] = lambda: captured(lambda: step(uses["overlap on"]))
+        own = OverlapUse(overlap=Overlap(overlap.transport, costs=overlap.costs))
+        found["overlap on, captured"] = lambda: captured(lambda: step(own))
     return found
 
 

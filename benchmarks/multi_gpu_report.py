@@ -5,6 +5,7 @@ python -m benchmarks.multi_gpu_report FOLDER        with tp.jsonl, cp.jsonl and 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -12,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tp_overlap import AT_ONCE, ONE_BY_ONE
 from benchmarks.weak_scaling import table as weak_table
+from primus_turbo_plugin.communication.costs import Costs
 
 Rows = list[dict[str, Any]]
 ASKED = {"AG+GEMM": 0.9, "GEMM+RS": 0.75}
@@ -143,25 +146,33 @@ def costs(rows: Rows, ranks: int) -> str:
     flops = [2e-9 * _product(s) / t["GEMM alone"] for s, t in by_shape.items() if "GEMM alone" in t]
     copies = {
         name: [_incoming(s, ranks) / t[name] / 1e6 for s, t in by_shape.items() if name in t]
-        for name in ("ours alone", "ours alone, all peers at once")
+        for name in ("ours alone", f"ours alone, {AT_ONCE}", f"ours alone, {ONE_BY_ONE}")
     }
+    at_once, one_by_one = copies[f"ours alone, {AT_ONCE}"], copies[f"ours alone, {ONE_BY_ONE}"]
     if flops:
         found["gemm_tflops"] = f"{max(flops):.0f}"
     if copies["ours alone"]:
         found["copy_gb_s"] = f"{max(map(max, filter(None, copies.values()))):.0f}"
-    if copies["ours alone, all peers at once"]:
-        found["switched"] = str(max(copies["ours alone"]) >= max(copies["ours alone, all peers at once"]))
+    if at_once and one_by_one:
+        found["switched"] = str(max(one_by_one) >= max(at_once))
     if hosts:
         found["host_us"] = f"{statistics.median(hosts.values()) / (6 * ranks + 4 * (ranks - 1)):.1f}"
     split = [t["GEMM alone"] for t in by_shape.values() if "GEMM alone" in t and _wants_chunks(t)]
-    won = sorted((t["GEMM alone"], _speedup(t)) for t in by_shape.values() if "GEMM alone" in t and "ours" in t)
     if split:
         found["split_gemm_ms"] = f"{min(split):.2f}"
-    lost = [gemm for gemm, speed in won if speed < 1]
+    speeds = [(t["GEMM alone"], speed) for t in by_shape.values() if "GEMM alone" in t and (speed := _speedup(t))]
+    lost = max((gemm for gemm, speed in speeds if speed < 1), default=0.0)
+    won = [gemm for gemm, _ in speeds if gemm > lost]
     if won:
-        found["min_gemm_ms"] = f"{won[0][0]:.2f}" if not lost else f"above {max(lost):.2f}"
-    lines = "\n".join(f"    {name}={value}," for name, value in found.items())
-    return f"For communication/costs.py (the rest of the row stays as it is):\n\n```python\n{lines}\n```"
+        found["min_gemm_ms"] = f"{min(won):.2f}"
+    lines = [f"    {name}={value}," for name, value in found.items()]
+    if speeds and not won:
+        lines.append(f"    # min_gemm_ms: nothing was won with GEMMs of up to {lost:.2f} ms")
+    rest = ", ".join(sorted({field.name for field in dataclasses.fields(Costs)} - set(found) - {"source"}))
+    told = (
+        f"For communication/costs.py; these rows do not tell {rest}, which a device's row has already or still needs:"
+    )
+    return "\n".join((told, "", "```python", *lines, "```"))
 
 
 def _product(shape: str) -> float:
@@ -181,8 +192,9 @@ def _wants_chunks(times: dict[str, float]) -> bool:
 
 
 def _speedup(times: dict[str, float]) -> float:
+    """Over the library; 0 where one of the two could not be measured."""
     base = next((ms for name, ms in times.items() if name.endswith(", then GEMM")), 0.0)
-    return base / times["ours"]
+    return base / times["ours"] if "ours" in times else 0.0
 
 
 def _ms(row: dict[str, Any] | None) -> str:

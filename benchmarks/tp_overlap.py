@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
@@ -45,6 +44,7 @@ from primus_turbo_plugin.communication.transports.base import Transport
 with contextlib.suppress(ImportError):
     import torch.distributed._symmetric_memory
 
+AT_ONCE, ONE_BY_ONE = "all peers at once", "peers in turn"
 TOLERANCE = 2e-2  # two roundings to bf16 of sums of a few thousand terms
 
 
@@ -65,6 +65,9 @@ class Bench:
         iterations: Calls timed a variant.
         dtype: Of the operands.
         json_path: Rows are appended to this file as they come.
+
+    Attributes:
+        in_graphs: What CUDA graphs are captured of: eager calls of the same overlap would begin with a handshake ever after.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Bench:
     ) -> None:
         self.ranks, self.transport, self.iterations, self.dtype = ranks, transport, iterations, dtype
         self.json_path = json_path
-        self.overlap = Overlap(transport, costs=costs_of(ranks.device))
+        self.overlap, self.in_graphs = (Overlap(transport, costs=costs_of(ranks.device)) for _ in range(2))
         self.rows: list[Row] = []
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -159,15 +162,22 @@ class Bench:
             with Path(self.json_path).open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps({**row.plain(), "ranks": self.ranks.size}) + "\n" for row in rows)
 
-    def _everyone_at_once(self, x: Tensor) -> Callable[[], object]:
-        """The gather with a lane a peer, which is what ranks with a link to each peer want."""
-        return lambda: self.parallel.start_gather(Payload.plain(x)).wait()
+    def _ways(self, x: Tensor) -> dict[str, Callable[[], object]]:
+        """The gather with a lane a peer, which is what ranks with a link to each peer want, and with one for all."""
+        if self.ranks.size == 2:
+            return {}
+
+        def run(overlap: Overlap) -> Callable[[], object]:
+            return lambda: overlap.start_gather(Payload.plain(x)).wait()
+
+        return {f"ours alone, {name}": run(overlap) for name, overlap in self.ways.items()}
 
     @functools.cached_property
-    def parallel(self) -> Overlap:
-        """An overlap that takes the peers for directly linked."""
-        costs = self.overlap.costs
-        return Overlap(self.transport, costs=None if costs is None else dataclasses.replace(costs, switched=False))
+    def ways(self) -> dict[str, Overlap]:
+        """Overlaps that send to all peers at once, and to one after the other, whatever the costs of the device say."""
+        found = {name: Overlap(self.transport, costs=self.overlap.costs) for name in (AT_ONCE, ONE_BY_ONE)}
+        found[AT_ONCE].lanes, found[ONE_BY_ONE].lanes = self.ranks.size - 1, 1
+        return found
 
     def gather(self, tokens: int, k: int, n: int) -> None:
         """y = AG(x) @ w.T."""
@@ -186,9 +196,9 @@ class Bench:
             )
             return result
 
-        def ours(i: int, out: Tensor | None) -> Tensor:
+        def ours(overlap: Overlap, i: int, out: Tensor | None) -> Tensor:
             target = y if out is None else out
-            self.overlap.gather_gemm(Payload.plain(xs[i]), multiply, target, k)
+            overlap.gather_gemm(Payload.plain(xs[i]), multiply, target, k)
             return target
 
         def multiply(planes: list[Tensor], out: Tensor, add: Tensor | None) -> None:
@@ -199,8 +209,7 @@ class Bench:
             "library's all-gather alone": lambda: library.all_gather(full, xs[0]),
             "ours alone": lambda: self.overlap.start_gather(Payload.plain(xs[0])).wait(),
         }
-        if size > 2:
-            alone["ours alone, all peers at once"] = self._everyone_at_once(xs[0])
+        alone |= self._ways(xs[0])
         variants = [Variant(f"{library.name}, then GEMM", sequential), Variant("torch fused_all_gather_matmul", fused)]
         variants += self._chunked(ours, merge=True)
         self.compare("AG+GEMM", f"{tokens}x{k}x{n}", alone, variants, (tokens, n))
@@ -221,10 +230,10 @@ class Bench:
         def fused(i: int, out: Tensor | None) -> Tensor:
             return torch.ops.symm_mem.fused_matmul_reduce_scatter(xs[i], turned, "sum", 0, ranks.group.group_name)
 
-        def ours(i: int, out: Tensor | None) -> Tensor:
+        def ours(overlap: Overlap, i: int, out: Tensor | None) -> Tensor:
             target = y if out is None else out
             adds = ranks.device.type == "cuda"
-            return self.overlap.gemm_scatter(Payload.plain(xs[i]), multiply, target, k, can_add=adds)
+            return overlap.gemm_scatter(Payload.plain(xs[i]), multiply, target, k, can_add=adds)
 
         def multiply(planes: list[Tensor], out: Tensor, add: Tensor | None) -> None:
             if add is None:
@@ -244,19 +253,21 @@ class Bench:
         variants += self._chunked(ours)
         self.compare("GEMM+RS", f"{tokens}x{k}x{n}", alone, variants, (tokens // size, n))
 
-    def _chunked(self, ours: Callable[[int, Tensor | None], Tensor], *, merge: bool = False) -> list[Variant]:
+    def _chunked(self, ours: Callable[[Overlap, int, Tensor | None], Tensor], *, merge: bool = False) -> list[Variant]:
         """The cost model's choice, which is what a layer runs, every fixed number of chunks, and senders merged."""
 
-        def fixed(chunks: int | None, merge: int = 1) -> Callable[[int, Tensor | None], Tensor]:
+        def fixed(
+            chunks: int | None, merge: int = 1, overlap: Overlap = self.overlap
+        ) -> Callable[[int, Tensor | None], Tensor]:
             def run(i: int, out: Tensor | None) -> Tensor:
-                self.overlap.chunks, self.overlap.merge = chunks, merge
-                return ours(i, out)
+                overlap.chunks, overlap.merge = chunks, merge
+                return ours(overlap, i, out)
 
             return run
 
         found = [Variant("ours", fixed(None))]
         if self.transport.capabilities.name == "sdma":
-            found.append(Variant("ours, captured", self._captured(fixed(None))))
+            found.append(Variant("ours, captured", self._captured(fixed(None, overlap=self.in_graphs))))
         found += [Variant(f"ours, {chunks} chunk(s)", fixed(chunks)) for chunks in (1, 2, 4)]
         merges = sorted({2, self.ranks.size // 2, self.ranks.size - 1}) if merge and self.ranks.size > 2 else []
         return found + [Variant(f"ours, {count} senders at once", fixed(1, count)) for count in merges]
@@ -349,7 +360,9 @@ class Bench:
         say(f"\ngeometric mean over {len(ours)} shapes: {mean:.2f}x (asked: {asked}x)")
         say(f"behind torch's fused operators on: {', '.join(behind) or 'no shape'} ({len(theirs)} compared)")
         for kind, least in (("AG+GEMM", 0.9), ("GEMM+RS", 0.75)):
-            large = [r for r in ours if r.kind == kind and gemms[r.kind, r.shape] >= 0.5 and r.hidden is not None]
+            large = [
+                r for r in ours if r.kind == kind and gemms.get((r.kind, r.shape), 0.0) >= 0.5 and r.hidden is not None
+            ]
             shares = ", ".join(f"{r.shape} {r.hidden:.2f}" for r in large)
             say(f"{kind} hidden where the GEMM takes 0.5 ms or more (asked: {least}): {shares or 'none measured'}")
         captured = [r.timing.host_us for r in fused if r.variant == "ours, captured" and r.timing]

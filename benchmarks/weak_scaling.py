@@ -34,6 +34,7 @@ from primus_turbo_plugin.communication.overlap import Overlap
 
 KIND = "weak scaling"
 ROOT = Path(__file__).resolve().parents[1]
+PATIENCE_S = 40  # torchrun gives its ranks 30 s to end
 
 
 def parse() -> argparse.Namespace:
@@ -75,12 +76,23 @@ def _launch(count: int, options: argparse.Namespace, rows_file: str, budget: flo
     for name in ("device", "transport", "layers", "tokens", "sequence", "precision", "scale", "iterations"):
         if getattr(options, name) is not None:
             command += [f"--{name}", str(getattr(options, name))]
-    try:
-        code = subprocess.run(command, cwd=ROOT, timeout=budget + 30, check=False).returncode
-    except subprocess.TimeoutExpired:
-        code = -1
+    code = run_for(command, budget + 30)
     if code:
         print(f"{count} rank(s): ended with code {code}; its rows up to then are kept", flush=True)
+
+
+def run_for(command: list[str], seconds: float) -> int:
+    """The command's exit code. One that takes too long is asked to end: torchrun, killed, would leave its ranks on the GPUs."""
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+    try:
+        return process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def _measure(options: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs several GPUs of one machine, in one command and within nine minutes:
 #
-#     scripts/measure_multi_gpu.sh [FOLDER]        default: runs/multi-gpu
+#     scripts/measure_multi_gpu.sh [FOLDER]        default: runs/multi-gpu of the repository
 #
 # 1. the sdma transport's tests on two GPUs          tests.txt
 # 2. collectives under GEMMs, whole layers           tp.txt    tp.jsonl
@@ -13,14 +13,14 @@
 # not keep the next from running; the exit code says whether all of them ended well. Settings, as variables:
 #
 #     TURBO_RANKS      number of GPUs; default: all of them (2 gives the tables of two ranks on a larger machine)
+#     PYTHON           which Python; default python3
 #     TURBO_SECONDS    for everything together; default 530
 #     TURBO_DRY_RUN    1: tiny sizes on CPU processes over gloo and shared memory; shows that it runs, measures nothing
 set -u
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-folder="${1:-runs/multi-gpu}"
-mkdir -p "$folder"
-folder="$(cd "$folder" && pwd)"
-rm -f "$folder"/{tp,cp,weak}.jsonl
+repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+folder="${1:-$repository/runs/multi-gpu}"
+case "$folder" in /*) ;; *) folder="$PWD/$folder" ;; esac
+cd "$repository" || exit 2
 python="${PYTHON:-python3}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 total="${TURBO_SECONDS:-530}"
@@ -28,18 +28,26 @@ failed=0
 
 if [ "${TURBO_DRY_RUN:-0}" = 1 ]; then
     export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
-    ranks="${TURBO_RANKS:-2}"
+    there=64 ranks="${TURBO_RANKS:-2}"
     tp=(--device cpu --scale 128 --iterations 1)
     cp=(--device cpu --algorithms p2p)
     weak=(--device cpu --scale 128 --layers 1 --iterations 1 --ranks 1 "$ranks")
 else
-    ranks="${TURBO_RANKS:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}"
-    tp=() cp=(--algorithms p2p a2a) weak=()
-    if [ "$ranks" -lt 2 ]; then
-        echo "error: two GPUs or more are needed, this machine has $ranks. TURBO_DRY_RUN=1 shows on a CPU that everything runs." >&2
+    there="$("$python" -c 'import torch; print(torch.cuda.device_count())')" || exit 2
+    if [ "$there" -lt 2 ]; then
+        echo "error: two GPUs or more are needed, this machine has $there. TURBO_DRY_RUN=1 shows on a CPU that everything runs." >&2
         exit 2
     fi
+    ranks="${TURBO_RANKS:-$there}"
+    tp=() cp=(--algorithms p2p a2a) weak=(--ranks)
+    for count in 1 2 4 8; do [ "$count" -le "$ranks" ] 2>/dev/null && weak+=("$count"); done
 fi
+if ! [ "$ranks" -ge 2 ] 2>/dev/null || [ "$ranks" -gt "$there" ]; then
+    echo "error: TURBO_RANKS=$ranks: must be a number from 2 to $there." >&2
+    exit 2
+fi
+mkdir -p "$folder" || exit 2
+rm -f "$folder"/{tp,cp,weak}.jsonl "$folder"/{tests,tp,cp,weak}.txt "$folder/report.md" # of a run before
 
 # step NAME SECONDS COMMAND...: runs it in its share of the time, showing and keeping what it prints.
 step() {
@@ -79,7 +87,7 @@ if [ "${TURBO_DRY_RUN:-0}" = 1 ]; then
     echo "== tests: skipped, they need GPUs"
 elif "$python" -c 'import pytest' 2>/dev/null; then
     decisive="layer or probe or named or (delays and True) or (captured_collectives and True)" # the others vary what is slower
-    step tests 65 "$python" -m pytest -v -p no:xdist -p no:cacheprovider -k "$decisive" tests/distributed/test_overlap_sdma.py
+    step tests 65 "$python" -m pytest -v -o addopts= -p no:xdist -p no:cacheprovider -k "$decisive" tests/distributed/test_overlap_sdma.py
 else
     echo "== tests: skipped, pytest is not installed"
 fi

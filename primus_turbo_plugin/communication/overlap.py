@@ -78,6 +78,7 @@ class Overlap:
     ) -> None:
         self.transport, self.costs, self.chunks, self.ring = transport, costs, chunks, ring
         self.merge = 1  # senders multiplied at once where `chunks` is fixed to one; benchmarks set it
+        self.lanes: int | None = None  # peers that are sent to at once; None takes the costs' answer; benchmarks set it
         self.min_gemm_ms = (costs.min_gemm_ms if costs else 0.0) if min_gemm_ms is None else min_gemm_ms
         self.world_size = transport.world_size
         self._gathers, self._bulk, self._scatters = (Channel(transport, tracer) for _ in range(3))
@@ -186,6 +187,8 @@ class Overlap:
             channel.abandon()
 
     def _lanes(self) -> int:
+        if self.lanes is not None:
+            return self.lanes
         return 1 if self.costs is not None and self.costs.switched else max(1, self.world_size - 1)
 
     def _cut(self, kind: Kind, rows: int, columns: int, contraction: int, nbytes: int, *, can_add: bool = False) -> Cut:
