@@ -29,8 +29,6 @@ class FrontMeta(NamedTuple):
     zero_centered: bool = False
     stats_rows: int = 0
     log_hidden: int = 0
-    parts: int = 4
-    in_place: bool = True
 
 
 @gluon.jit

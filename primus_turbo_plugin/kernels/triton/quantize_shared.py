@@ -271,34 +271,26 @@ def _load_tile(smem, x_ptr, token, word, rows, cols8, row_stride16, EVEN: gl.con
 
 
 @gluon.jit
-def _norm_tile(
-    smem, x_ptr, gamma_ptr, rstd_ptr, token_tile, token, word, rows, cols8, row_stride16,
+def _norm_in_place(
+    smem, gamma_ptr, rstd_ptr, token_tile, word, rows, cols8,
     FRONT: gl.constexpr, LOADS: gl.constexpr, EVEN: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """RMS norm of a tile into shared memory."""
+    """RMS norm of a tile, 32 tokens at a time: few enough to stay in registers."""
     TOKENS: gl.constexpr = smem.shape[0]
-    PARTS: gl.constexpr = FRONT.parts
-    PART: gl.constexpr = TOKENS // PARTS
-    if FRONT.in_place:
-        _load_tile(smem, x_ptr, token, word, rows, cols8, row_stride16, EVEN, TARGET)
-    even = gl.load(gamma_ptr + word * 2, mask=word < cols8 * 4, other=0.0).to(gl.float32)[None, :]
-    odd = gl.load(gamma_ptr + word * 2 + 1, mask=word < cols8 * 4, other=0.0).to(gl.float32)[None, :]
+    inside = word < cols8 * 4
+    even = gl.load(gamma_ptr + word * 2, mask=inside, other=0.0).to(gl.float32)[None, :]
+    odd = gl.load(gamma_ptr + word * 2 + 1, mask=inside, other=0.0).to(gl.float32)[None, :]
     if FRONT.stats_rows:
         await_rstd(rstd_ptr, token_tile * TOKENS, rows, TOKENS)
-    if FRONT.in_place and EVEN and TARGET == "sm90":
+    if EVEN and TARGET == "sm90":
         async_copy.wait_group(0)
-    for i in gl.static_range(PARTS):
-        part = smem.slice(i * PART, PART, 0)
-        token = token_tile * TOKENS + i * PART + gl.arange(0, PART, gl.SliceLayout(1, LOADS))
-        inside = (token < rows)[:, None] & (word < cols8 * 4)[None, :]
-        if FRONT.in_place:
-            x = part.load(LOADS)
-        else:
-            x = gl.load(x_ptr + token.to(gl.int64)[:, None] * (row_stride16 * 4) + word[None, :], mask=inside, other=0)
-        rstd = gl.load(rstd_ptr + token, mask=token < rows, other=0.0, volatile=True)
-        y = norm_words(x, gl.abs(rstd)[:, None], even, odd, FRONT, TARGET)
-        if not EVEN:
-            y = gl.where(inside, y, 0)  # 0 * gamma may be -0, which padding is not
+    for i in gl.static_range(TOKENS // 32):
+        part = smem.slice(i * 32, 32, 0)
+        token = token_tile * TOKENS + i * 32 + gl.arange(0, 32, gl.SliceLayout(1, LOADS))
+        rstd = gl.abs(gl.load(rstd_ptr + token, mask=token < rows, other=0.0, volatile=True))
+        y = norm_words(part.load(LOADS), rstd[:, None], even, odd, FRONT, TARGET)
+        if not EVEN:  # 0 * gamma may be -0, which padding is not
+            y = gl.where((token < rows)[:, None] & inside[None, :], y, 0)
         part.store(y)
 
 
@@ -341,32 +333,17 @@ def _quantize_tile(
     smem = gl.allocate_shared_memory(gl.int32, [TOKENS, WORDS], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     token = token_tile * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, LOADS))
     word = col_tile * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, LOADS))
+    _load_tile(smem, x_ptr, token, word, rows, cols8, row_stride16, EVEN, TARGET)
     if FRONT is not None and FRONT.kind == "rms_norm":
-        _norm_tile(
-            smem,
-            x_ptr,
-            gamma_ptr,
-            rstd_ptr,
-            token_tile,
-            token,
-            word,
-            rows,
-            cols8,
-            row_stride16,
-            FRONT,
-            LOADS,
-            EVEN,
-            TARGET,
-        )
-    else:
-        _load_tile(smem, x_ptr, token, word, rows, cols8, row_stride16, EVEN, TARGET)
-        if FRONT is not None:
-            up = gl.allocate_shared_memory(gl.int32, [TOKENS, WORDS], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-            _load_tile(up, x_ptr + cols8 * 4, token, word, rows, cols8, row_stride16, EVEN, TARGET)
+        _norm_in_place(smem, gamma_ptr, rstd_ptr, token_tile, word, rows, cols8, FRONT, LOADS, EVEN, TARGET)
+    elif FRONT is not None:
+        up = gl.allocate_shared_memory(gl.int32, [TOKENS, WORDS], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+        _load_tile(up, x_ptr + cols8 * 4, token, word, rows, cols8, row_stride16, EVEN, TARGET)
         if EVEN and TARGET == "sm90":
             async_copy.wait_group(0)
-        if FRONT is not None:
-            _swiglu_in_place(smem, up, LOADS, TARGET)
+        _swiglu_in_place(smem, up, LOADS, TARGET)
+    elif EVEN and TARGET == "sm90":
+        async_copy.wait_group(0)
     tile_amax = 0
     if _needs_tile_amax(ROW, COL):
         bits = smem.load(LOADS) & 0x7FFF7FFF
