@@ -281,6 +281,40 @@ def test_delayed_wgrad_comes_with_backward_dw(rank_info: RankInfo) -> None:
 
 @ranks(world_size=1, megatron=True)
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp4"])
+def test_delayed_wgrad_under_ddp_reaches_main_grad(rank_info: RankInfo, recipe: str) -> None:
+    """Fused or not, with an fp32 `main_grad` or one of 16 bits, over two microbatches and a recomputed activation: what backward
+    gives at once, and DDP's hooks find a gradient.
+    """
+    from tests.modules.test_linear_main_grad import _ddp
+
+    start_megatron(seed=rank_info.seed)
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    batches = [_inputs(counts, torch.bfloat16) for counts in COUNTS[:2]]
+    for fused, wide in ((False, True), (True, True), (True, False)):
+        found = []
+        for delay in (False, True):
+            config = experts_config(params_dtype=torch.bfloat16, gradient_accumulation_fusion=fused, **recompute)
+            config.delay_wgrad_compute = delay  # Megatron's own check wants an overlap that needs a GPU
+            every = grouped(config, plan(recipe))
+            for parameter in every.parameters():
+                parameter.data = torch.linspace(-0.2, 0.2, parameter.numel()).view_as(parameter).bfloat16()
+            how = {"overlap_grad_reduce": True, "grad_reduce_in_fp32": wide, "delay_wgrad_compute": delay}
+            model = _ddp(every, config, **how)
+            model.zero_grad_buffer()
+            for counts, inputs in zip(COUNTS, batches):
+                with torch.enable_grad() if counts is COUNTS[1] else model.no_sync():
+                    run(model, *_at(inputs, counts))
+                    every.backward_dw()
+            model.finish_grad_sync()
+            assert all(parameter.grad is None for parameter in every.parameters())
+            found.append([parameter.main_grad.clone() for parameter in every.parameters()])
+        for at_once, later in zip(*found):
+            assert at_once.any()
+            assert torch.equal(at_once, later), (fused, wide)
+
+
+@ranks(world_size=1, megatron=True)
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp4"])
 def test_recomputed_activation_gives_the_same_bits_and_is_not_kept(rank_info: RankInfo, recipe: str) -> None:
     """`--recompute-modules moe_act`."""
     from primus_turbo_plugin.modules import experts
@@ -378,6 +412,11 @@ def test_weights_that_change_are_quantised_anew(rank_info: RankInfo) -> None:
         assert torch.equal(y, run(fresh, *inputs)[0]), what
         assert not torch.equal(y, before), what
         before = y
+    every.eval()
+    with torch.no_grad():  # whose schedule was not announced: somebody may swap averaged weights in
+        before = every(inputs[0], torch.tensor(COUNTS[0]), inputs[1])[0]
+        every.linear_fc1.weight.data.mul_(2.0)
+        assert not torch.equal(every(inputs[0], torch.tensor(COUNTS[0]), inputs[1])[0], before)
 
 
 @ranks(world_size=1, megatron=True)
