@@ -226,8 +226,9 @@ def _start_columns(call: LinearCall, shard: QuantizedTensor, label: str) -> Pend
     pending = call.overlap.overlap.start_gather(stacked, label=label)
 
     def finish() -> Operand:
+        """Always a copy: one row of scales for all features would else stay a view of the slot, and wgrad may be put off."""
         data, scale = (
-            arrived.view(size, *plane.shape).transpose(0, 1).reshape(plane.shape[0], size * plane.shape[1])
+            arrived.view(size, *plane.shape).transpose(0, 1).clone(memory_format=torch.contiguous_format).flatten(1)
             for arrived, plane in zip(pending.wait(), planes)
         )
         return QuantizedTensor(data, scale, shard.spec, (features, size * tokens), signs_seed=shard.signs_seed)

@@ -200,6 +200,33 @@ def test_a_wgrad_that_is_put_off_outlives_the_slots(rank_info: RankInfo) -> None
 
 
 @ranks(world_size=2)
+def test_codes_of_a_wgrad_that_is_put_off_outlive_the_slots(rank_info: RankInfo) -> None:
+    """Their scales too, where one row of blocks covers all features: stacked shards of one row lie side by side already."""
+    g, overlap, size, rank = torch.Generator().manual_seed(rank_info.seed), _overlap(), 2, rank_info.rank
+    of = plan("mxfp8", wgrad={"block": "32x32"})
+    for mode in ("column", "row"):
+        queue, late, expected = WgradQueue(), [], []
+
+        def delay(compute: Any, queue: WgradQueue = queue, late: list[Tensor] = late) -> None:
+            queue.put(compute, late.append)
+
+        for layer in range(3):
+            x, w, dy = (
+                torch.randn(*shape, generator=g).mul(4.0**layer).bfloat16() for shape in ((64, 32), (32, 32), (64, 32))
+            )
+            if mode == "column":
+                x, w, dy = x.chunk(size)[rank], w, dy.contiguous()
+            else:
+                w, dy = w.contiguous(), dy.chunk(size)[rank]
+            parallel = TensorParallel(mode=mode, group=torch.distributed.group.WORLD, sequence_parallel=True)
+            call = make_call(of, torch.bfloat16, parallel=parallel)
+            expected.append(_run(x, w, dy, call)["dw"])
+            _run(x, w, dy, dataclasses.replace(call, overlap=OverlapUse(overlap=overlap), delay=delay))
+        queue.run()
+        assert all(torch.equal(a, b) for a, b in zip(late, expected, strict=True)), mode
+
+
+@ranks(world_size=2)
 def test_out_of_memory_in_a_wgrad_leaves_the_overlap_usable(rank_info: RankInfo) -> None:
     """The transfers that it ran over are ended, on the rank that failed and on the one that did not."""
     g, use = torch.Generator().manual_seed(rank_info.seed), OverlapUse(overlap=_overlap())
