@@ -14,6 +14,7 @@ from primus_turbo_plugin.kernels.groups import Groups
 from primus_turbo_plugin.kernels.reference import quantize
 from primus_turbo_plugin.kernels.registry import default_registry
 from primus_turbo_plugin.kernels.requests import GroupedGemmRequest
+from primus_turbo_plugin.kernels.torch_native import grouped_gemm as torch_native
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from tests.support.grouped import LOADS, depth_operands, experts, products, rows_operands, tokens, weights
 
@@ -135,6 +136,38 @@ def test_bf16_results_are_rounded_once_and_empty_experts_get_zero(backend, load,
     found = products(*(experts(t, counts, None, columnwise=True) for t in (dy, x)))
     for got, (want, bound) in zip(out, found):
         _check(got, want, bound + 2.0**-8 * want.abs(), "bf16")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_that_repeats_itself_is_a_gradient(backend, rng) -> None:
+    """What the sum of a layer's outputs gives, and the sum over tokens: strides of zero, dgrad and wgrad."""
+    counts, n, k = LOADS["uneven"], 72, 136
+    x, weight = tokens(rng, counts, k), torch.randn(len(counts), n, k, generator=rng).bfloat16()
+    for dy in (torch.randn(1, n, generator=rng).bfloat16(), torch.randn((), generator=rng).bfloat16()):
+        for kind, other in (("rows", weight.transpose(1, 2)), ("depth", x)):
+            results = []
+            repeated = dy.to(DEVICE).expand(sum(counts), n)
+            for t in (repeated, repeated.contiguous()):
+                operands = rows_operands if kind == "rows" else depth_operands
+                a, b, groups = operands(t, other, counts, (None, None), DEVICE)
+                kernels = _kernels(backend, kind, a, b, torch.bfloat16)
+                if kind == "rows":
+                    results.append(kernels.grouped_gemm_nt(a, b, groups, out_dtype=torch.bfloat16))
+                else:
+                    out = torch.empty(len(counts), n, k, device=DEVICE, dtype=torch.bfloat16)
+                    results.append(kernels.grouped_gemm_depth(a, b, groups, out, accumulate=False))
+            torch.testing.assert_close(*results)
+
+
+def test_torch_copies_what_only_its_strides_keep_from_being_read() -> None:
+    x = torch.randn(40, 64).bfloat16()
+    for readable in (x, x.t(), x[:, :48]):
+        assert torch_native._readable("a", readable) is readable
+    for t in (x[:1].expand(40, -1), x[:1].expand(40, -1).t(), x[0, 0].expand(40, 64), x[:, 8::2], x[:, 1:57]):
+        assert torch.equal(torch_native._readable("a", t), t)
+    assert torch_native._readable("a", torch.randn(33, 64).bfloat16()[:1].expand(33, -1).t()).stride(0) == 1
+    with pytest.raises(ShapeError, match=r"16 bytes, got torch\.bfloat16 \[41, 7\].*multiples of 8"):
+        torch_native._readable("a", torch.randn(41, 7).bfloat16())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

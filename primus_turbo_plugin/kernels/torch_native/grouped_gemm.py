@@ -44,7 +44,7 @@ def grouped_gemm_nt(a: torch.Tensor, b: torch.Tensor, groups: Groups, *, out_dty
     cols = check_rows(a, b, groups)
     if 0 in (a.shape[0], a.shape[1], cols):
         return torch.zeros(a.shape[0], cols, dtype=out_dtype, device=a.device)
-    _check_aligned(a=a, b=b)
+    a, b = _readable("a", a), _readable("b", b)
     return torch._grouped_mm(a, b.transpose(1, 2), offs=_ends(groups))
 
 
@@ -79,7 +79,7 @@ def grouped_gemm_depth(
     check_depth(a, b, groups, out, accumulate=accumulate)
     if groups.total == 0:
         return out.zero_()
-    _check_aligned(a=a, b=b)
+    a, b = _readable("a", a), _readable("b", b)
     return out.copy_(torch._grouped_mm(a, b.t(), offs=_ends(groups)))
 
 
@@ -87,15 +87,19 @@ def _ends(groups: Groups) -> torch.Tensor:
     return groups.offsets[1:].to(torch.int32)
 
 
-def _check_aligned(**operands: torch.Tensor) -> None:
-    for name, t in operands.items():
-        strides = sorted(t.stride()[-2:])
-        if strides[0] != 1 or strides[1] * t.element_size() % _ALIGNMENT_BYTES or t.data_ptr() % _ALIGNMENT_BYTES:
-            raise ShapeError(
-                f"torch._grouped_mm: rows of {name} must be contiguous and start at multiples of {_ALIGNMENT_BYTES} bytes, got "
-                f"{t.dtype} {list(t.shape)} with strides {list(t.stride())}. Pad the layer's sizes to multiples of 8, or allow "
-                "another backend: kernels: {grouped_gemm: [triton, per_expert]}."
-            )
+def _readable(name: str, t: torch.Tensor) -> torch.Tensor:
+    """t, or a copy where only its strides (of an expanded gradient, say) keep torch from reading it."""
+    for laid_out in (lambda: t, t.contiguous, lambda: t.mT.contiguous().mT):
+        found: torch.Tensor = laid_out()
+        strides = sorted(found.stride()[-2:])
+        starts = strides[1] * t.element_size(), found.data_ptr()
+        if strides[0] == 1 and not any(start % _ALIGNMENT_BYTES for start in starts):
+            return found
+    raise ShapeError(
+        f"torch._grouped_mm: rows of {name} must be contiguous and start at multiples of {_ALIGNMENT_BYTES} bytes, got "
+        f"{t.dtype} {list(t.shape)} with strides {list(t.stride())}. Pad the layer's sizes to multiples of 8, or allow "
+        "another backend: kernels: {grouped_gemm: [triton, per_expert]}."
+    )
 
 
 def supports(request: GroupedGemmRequest) -> str | None:

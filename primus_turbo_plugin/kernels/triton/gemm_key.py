@@ -68,8 +68,10 @@ class OperandKey:
 
 
 def _aligned(tensor: torch.Tensor, strided_dim: int) -> bool:
-    size = tensor.element_size()
-    return tensor.data_ptr() % _ALIGNMENT_BYTES == 0 and tensor.stride(strided_dim) * size % _ALIGNMENT_BYTES == 0
+    """Whether a tensor copy engine can read it: neither at odd addresses nor the same row again and again, as of an expansion."""
+    step = tensor.stride(strided_dim) * tensor.element_size()
+    repeats = step == 0 and tensor.shape[strided_dim] > 1
+    return tensor.data_ptr() % _ALIGNMENT_BYTES == 0 and step % _ALIGNMENT_BYTES == 0 and not repeats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

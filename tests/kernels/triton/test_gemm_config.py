@@ -199,6 +199,10 @@ def test_keys_tell_apart_what_changes_code_or_choice() -> None:
     assert len(set(kinds)) == 6
     assert [kind.contiguous for kind in kinds[:4]] == ["contraction", "outer", "contraction", "neither"]
     assert [kind.aligned for kind in kinds[:4]] == [True, True, False, False]
+    repeated = x[:1].expand(64, -1)  # a loss that sums over tokens gives such a gradient
+    assert not OperandKey.of(repeated).aligned
+    assert not OperandKey.of(repeated.t()).aligned
+    assert OperandKey.of(x[:1]).aligned
     turned = replace(BF16, contiguous="outer")
     assert [key(a=a, b=b).layout for a, b in ((BF16, BF16), (BF16, turned), (turned, turned), (turned, BF16))] == [
         "nt",
