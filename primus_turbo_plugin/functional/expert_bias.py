@@ -33,7 +33,8 @@ def expert_bias_rows(bias: Tensor, groups: Groups) -> Tensor:
     """
     if bias.dim() != 2 or bias.shape[0] != groups.count:
         raise ShapeError(
-            f"expert_bias_rows: bias must be [experts, features] for {groups.count}, got {list(bias.shape)}."
+            f"expert_bias_rows: bias must be [{groups.count}, features], as many as groups, got {list(bias.shape)}. "
+            "Stack one bias an expert."
         )
     rows: Tensor = _Rows.apply(bias, groups)
     return rows

@@ -224,11 +224,12 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, call:
     if groups.count != weight.shape[0] or groups.total != x.shape[0]:
         raise ShapeError(
             f"{call.where}: tokens_per_expert must be [experts] = [{weight.shape[0]}] for {x.shape[0]} tokens, got "
-            f"[{groups.count}] for {groups.total}."
+            f"[{groups.count}] for {groups.total}. Pass the counts of this rank's experts, as the dispatcher returns them with x."
         )
     if bias is not None and bias.shape != weight.shape[:2]:
         raise ShapeError(
-            f"{call.where}: bias must be [experts, out] = {list(weight.shape[:2])}, got {list(bias.shape)}."
+            f"{call.where}: bias must be [experts, out] = {list(weight.shape[:2])}, got {list(bias.shape)}. "
+            "Stack one bias an expert."
         )
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):

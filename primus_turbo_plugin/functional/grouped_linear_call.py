@@ -54,7 +54,7 @@ class GroupedLinearCall:
         return self.plan.path or "grouped_linear"
 
     def key(self, operand: str) -> RoundingKey | None:
-        """Random bits of x, dy or `w/3` (the third expert's weight); None when everything is rounded to nearest."""
+        """Random bits of x, dy or `w/3` (the fourth expert's weight); None when everything is rounded to nearest."""
         return None if self.rounding is None else self.rounding.key(operand)
 
     def check_contraction(self, gemm: str, symbol: str, length: int) -> None:

@@ -57,12 +57,12 @@ class Groups:
         if tokens_per_group.dim() != 1 or tokens_per_group.dtype not in _INTEGERS or not tokens_per_group.numel():
             raise ShapeError(
                 f"grouped GEMM: tokens_per_expert must be int32 or int64 [experts] with at least one expert, got "
-                f"{tokens_per_group.dtype} {list(tokens_per_group.shape)}."
+                f"{tokens_per_group.dtype} {list(tokens_per_group.shape)}. Pass one count an expert."
             )
         if tokens_per_group.device.type not in ("cpu", device.type):
             raise ShapeError(
                 f"grouped GEMM: tokens_per_expert must be on the CPU or with the tokens on {device}, got "
-                f"{tokens_per_group.device}."
+                f"{tokens_per_group.device}. Move it to either."
             )
         counts = tokens_per_group.detach().to(torch.int64)
         if counts.device.type != "cpu":
@@ -78,11 +78,12 @@ class Groups:
         if host[-1] != total or min(counts.tolist()) < 0:
             raise ShapeError(
                 f"grouped GEMM: tokens_per_expert must be non-negative and sum to the rows of x, {total}; got "
-                f"{_shown(counts)} with sum {host[-1]}."
+                f"{_shown(counts)} with sum {host[-1]}. Pass the counts that belong to these rows."
             )
         if any(offset % multiple for offset in host):
             raise ShapeError(
-                f"grouped GEMM: tokens_per_expert must be multiples of {multiple}, as said; got {_shown(counts)}."
+                f"grouped GEMM: tokens_per_expert must be multiples of {multiple}, as said; got {_shown(counts)}. "
+                "Pad every expert's rows, or leave multiple= out."
             )
         offsets = torch.tensor(host, dtype=torch.int64).to(device, non_blocking=True)
         return cls(offsets, total, host, math.gcd(*host))

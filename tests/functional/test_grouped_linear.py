@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from primus_turbo_plugin.errors import ConfigError, ShapeError, UnsupportedError
+from primus_turbo_plugin.functional.expert_bias import expert_bias_rows
 from primus_turbo_plugin.functional.grouped_linear import grouped_linear
 from primus_turbo_plugin.functional.grouped_linear_call import GroupedLinearCall
 from primus_turbo_plugin.functional.grouped_linear_kernels import GroupedLinearKernels
@@ -23,6 +24,7 @@ from primus_turbo_plugin.precision.module_plan import KernelOrders, ModulePlan
 from tests.support import seeded
 from tests.support.grouped import LOADS
 from tests.support.linear import QUANTIZED_RECIPES, leaf, make_call, plan, relative_error
+from tests.tolerances import BF16_UNIT
 
 CPU = torch.device("cpu")
 NAMES = ("y", "dx", "dw", "db")
@@ -117,6 +119,27 @@ def test_every_combination_of_required_gradients_gives_just_those(request: Any, 
         for mine, reference, flag in zip(leaves, everything, needed):
             assert (mine.grad is not None) == flag
             assert not flag or torch.equal(mine.grad, reference)
+
+
+def test_gradients_of_biases_are_summed_in_fp32_and_rounded_once(request: Any) -> None:
+    """Of bf16 rows, thousands of them: added at once by `grouped_linear`, and as the rows that `expert_bias_rows` gives."""
+    counts, n = (3000, 0, 1000), 8
+    x, w, b, dy = inputs(seeded(request), counts, 8, n, torch.bfloat16)
+    want = torch.stack([piece.double().sum(0) for piece in dy.split(counts)])
+    leaves = [leaf(b), leaf(b)]
+    run_rows = expert_bias_rows(leaves[0], Groups.of(torch.tensor(counts), sum(counts), CPU))
+    assert torch.equal(run_rows, b.repeat_interleave(torch.tensor(counts), 0))
+    run_rows.backward(dy)
+    y = grouped_linear(x, w, torch.tensor(counts), grouped_call(plan(), torch.bfloat16), leaves[1])
+    y.backward(dy)
+    for found in leaves:
+        close = {"rtol": BF16_UNIT, "atol": 2e-3 * float(dy.abs().max())}
+        torch.testing.assert_close(found.grad.double(), want, **close)
+    nobody = leaf(b)
+    expert_bias_rows(nobody, Groups.of(torch.tensor((0, 0, 0)), 0, CPU)).backward(dy[:0])
+    assert torch.equal(nobody.grad, torch.zeros_like(b))
+    with pytest.raises(ShapeError, match=r"must be \[2, features\].*got \[3, 8\]. Stack one bias"):
+        expert_bias_rows(b, Groups.of(torch.tensor((3, 4)), 7, CPU))
 
 
 class Sink:
