@@ -1,4 +1,4 @@
-"""What Megatron lacks where it comes from a wheel: no Makefile; without Transformer Engine and Apex its Adam is torch's.
+"""What Megatron lacks where it comes from a wheel: a Makefile; without Transformer Engine and Apex a fused Adam and fused wgrad.
 
 On any device: `without_engine()` surrounds training on a GPU, and `megatron_on_cpu()` includes the same list.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from primus_turbo_plugin.kernels.torch_native.gemm import gemm_nt
 from primus_turbo_plugin.training.cpu_device.patching import Shim, patched
 
 
@@ -29,6 +30,22 @@ def without_engine() -> Iterator[None]:
 
 def _adam_is_torchs() -> bool:
     return issubclass(importlib.import_module("megatron.core.optimizer").Adam, torch.optim.Adam)
+
+
+def _no_fused_wgrad() -> bool:
+    return not importlib.import_module(_LAYERS)._grad_accum_fusion_available
+
+
+class _FusedWgrad:
+    """The two functions of Apex's `fused_weight_gradient_mlp_cuda`: main_grad [N, K] += dy[T, N].T @ x[T, K]."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
+        gemm_nt(dy.t(), x.t(), out_dtype=torch.float32, out=main_grad)
+
+    @staticmethod
+    def wgrad_gemm_accum_fp16(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad.add_(gemm_nt(dy.t(), x.t(), out_dtype=torch.float32))
 
 
 def _no_makefile() -> bool:
@@ -89,7 +106,21 @@ def _nothing(original: Any) -> Callable[..., None]:
 _DOPT = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _STEP = "torch's Adam keeps `step` as a tensor per parameter"
 
+_LAYERS = "megatron.core.tensor_parallel.layers"
+
 WHEEL_SHIMS: list[Shim] = [
+    Shim(
+        target=f"{_LAYERS}:fused_weight_gradient_mlp_cuda",
+        make=lambda _: _FusedWgrad,
+        needed=_no_fused_wgrad,
+        why="Apex's kernel, which gradient_accumulation_fusion wants for the output layer; the GEMMs of this package add too",
+    ),
+    Shim(
+        target=f"{_LAYERS}:_grad_accum_fusion_available",
+        make=lambda _: True,
+        needed=_no_fused_wgrad,
+        why="the name says whether that kernel is there",
+    ),
     Shim(
         target=f"{_DOPT}.state_dict",
         make=_state_dict_before_the_first_step,

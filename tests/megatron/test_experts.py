@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from tests.megatron.test_checkpoints import _means
 from tests.megatron.test_models import GRADIENTS, LOSSES, MOE, SHARED
-from tests.megatron.test_precision import _pretend_apex_for_the_output_layer
 from tests.megatron.test_recompute import FULL, pretend_transformer_engine, selective
 from tests.megatron.tiny_gpt import Job, relative_difference, train
 from tests.support.distributed import RankInfo, ranks
@@ -87,7 +86,6 @@ _TOKENS: list[int] = []
 @ranks(world_size=2, megatron=True)
 def test_a_rank_whose_experts_get_no_token_keeps_step_with_the_others(rank_info: RankInfo) -> None:
     """Its gradients are zeros, but they come: DDP and the other rank would wait for them for ever."""
-    _pretend_apex_for_the_output_layer()
     for fused in (False, True):
         for precision in ("bf16", "mxfp4"):
             model = {**MOE, **WIDE, "gradient_accumulation_fusion": fused, "moe_router_load_balancing_type": "none"}
@@ -121,7 +119,6 @@ def test_grouping_changes_no_bit_of_a_training(rank_info: RankInfo, precision: s
     module and the BF16 layers are the same ones.
     """
     turbo = {"precision": precision, "bf16_first_layers": 1, "modules": {"*.experts.linear_fc2": "mxfp8"}}
-    _pretend_apex_for_the_output_layer()
     fused = {"gradient_accumulation_fusion": True}
     job = Job(model={**MOE, **WIDE, **fused}, turbo=turbo, expert=2, bf16=True, steps=4, seed=rank_info.seed)
     overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True}

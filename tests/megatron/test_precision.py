@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,7 +210,6 @@ def test_fused_gradient_accumulation_counts_every_micro_batch(rank_info: RankInf
 
     One step in MXFP4: the sums differ in their last bits, and a bit of a weight may move it to another code.
     """
-    _pretend_apex_for_the_output_layer()
     model = {**WIDE, "num_layers": 2}
     job = Job(model=model, turbo={"precision": precision}, steps=steps, seed=rank_info.seed, micro_batches=3)
     plain = train(job)
@@ -228,17 +226,6 @@ def same_numbers(result: Result, expected: Result) -> None:
     """Equal up to the order in which gradients are summed."""
     assert relative_difference(result.losses, expected.losses) <= 1e-5
     assert relative_difference(result.gradient_norms, expected.gradient_norms) <= 1e-4
-
-
-def _pretend_apex_for_the_output_layer() -> None:
-    """With the flag set, Megatron's output layer, which no spec replaces, wants Apex's kernel."""
-    from megatron.core.tensor_parallel import layers
-
-    def accumulate(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
-        main_grad.add_(dy.t() @ x)
-
-    layers._grad_accum_fusion_available = True
-    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
 
 
 @pytest.mark.slow
