@@ -17,6 +17,10 @@
 #     TURBO_SECONDS    for everything together; default 530
 #     TURBO_DRY_RUN    1: tiny sizes on CPU processes over gloo and shared memory; shows that it runs, measures nothing
 set -u
+case "${1:-}" in
+    -h | --help) sed -n '2,/^set -u/{/^#/s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}" && exit ;;
+    -*) echo "error: $1: there are no options; a folder and variables, see --help." >&2 && exit 2 ;;
+esac
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 folder="${1:-$repository/runs/multi-gpu}"
 case "$folder" in /*) ;; *) folder="$PWD/$folder" ;; esac

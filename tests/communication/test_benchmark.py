@@ -60,6 +60,18 @@ def test_a_number_of_ranks_that_cannot_be_is_an_error_and_leaves_the_folder_alon
     assert not (tmp_path / "new").exists()
 
 
+def test_the_script_explains_itself_and_takes_no_option_for_a_folder(tmp_path: Path) -> None:
+    helped = _run("--help", cwd=tmp_path)
+    assert helped.returncode == 0
+    assert helped.stdout.startswith("Everything that needs several GPUs")
+    assert "TURBO_DRY_RUN    1: tiny sizes on CPU processes" in helped.stdout
+    assert "#" not in helped.stdout
+    refused = _run("--ranks", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "error: --ranks: there are no options; a folder and variables, see --help.\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_job_that_takes_too_long_takes_its_ranks_along(tmp_path: Path) -> None:
     """As torchrun: its ranks are in sessions of their own, and it ends them where it is asked to end, not where it is killed."""
     rank_file = tmp_path / "rank"

@@ -1,17 +1,20 @@
-"""What a channel keeps and lets go of: memory that grows, traces, flags."""
+"""What a channel keeps and lets go of: memory that grows, plans, traces, flags."""
 
 from __future__ import annotations
 
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from primus_turbo_plugin.communication import executor
 from primus_turbo_plugin.communication.overlap import Overlap, Payload
 from primus_turbo_plugin.communication.schedules.program import Program
 from primus_turbo_plugin.communication.tracing import Tracer
+from primus_turbo_plugin.communication.transports.watchdog import group_timeout_s
 from primus_turbo_plugin.errors import UnsupportedError
 from tests.communication.test_executor import TRANSPORTS, _open, _times
 from tests.support.distributed import RankInfo, ranks
@@ -39,6 +42,28 @@ def test_smaller_slots_are_gone_before_larger_ones_are_made(rank_info: RankInfo,
         del whole
     assert alive == [[], [], []]
     overlap.transport.close()
+
+
+@ranks(world_size=2)
+def test_plans_of_ever_changing_shapes_do_not_pile_up(rank_info: RankInfo) -> None:
+    """Nor do those that are thrown away take anything along that a later call needs."""
+    executor._MOST_PLANS = 5
+    overlap, size = Overlap(_open("shared_memory"), chunks=2), rank_info.world_size
+    w = torch.eye(K)
+    for rows in (*range(1, 20), *range(19, 0, -1)):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):  # one program, rows of other sizes
+            xs = [torch.full((rows, K), float(rows + rank)).to(dtype) for rank in range(size)]
+            y = torch.full((rows * size, K), torch.nan)
+            overlap.gather_gemm(Payload.plain(xs[rank_info.rank]), _times(w), y, K)
+            assert torch.equal(y, torch.cat(xs).float()), (rows, dtype)
+            assert len(overlap._gathers._plans) <= 5
+    overlap.transport.close()
+
+
+@ranks(world_size=1)
+def test_the_groups_own_timeout_is_how_long_a_gpu_may_wait(rank_info: RankInfo) -> None:
+    group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=33))
+    assert group_timeout_s(group) == 33.0
 
 
 @ranks(world_size=2)
