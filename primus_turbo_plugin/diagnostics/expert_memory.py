@@ -117,7 +117,7 @@ def expert_keeps(linear: LinearSizes, plan: ModulePlan, layout: Layout, experts:
         shape=(tokens, features),
         nbytes=nbytes,
         bf16_nbytes=_PLAIN_BYTES * tokens * features,
-        note=f"{len(counts)} experts, even load",
+        note=f"{len(counts)} expert{'s' if len(counts) > 1 else ''}, even load",
     )
 
 

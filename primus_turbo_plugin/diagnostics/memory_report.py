@@ -29,9 +29,8 @@ HELP = "what a model's linears keep for backward under a recipe, against BF16 (p
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `memory`."""
-    add_size_arguments(parser)
+    add_size_arguments(parser, MODELS)
     add_expert_arguments(parser)
-    parser.add_argument("--num-layers", type=int, metavar="N", help="decoder layers; of --model where left out")
     parser.add_argument("--in-flight", type=int, default=1, metavar="N", help="microbatches kept at once (%(default)s)")
     parser.add_argument("--sequence-parallel", action="store_true", help="each rank holds its share of the tokens")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Runs the command; returns its exit code."""
     config = resolve(args, environ).config
     dense_parts = {name: model for name, (model, _) in MODELS.items()}
-    sizes = sizes_of_arguments(args, dense_parts, num_layers=args.num_layers)
+    sizes = sizes_of_arguments(args, config, dense_parts)
     experts = experts_of_arguments(args)
     if min(args.tokens, args.tp, args.in_flight) < 1:
         raise ConfigError("--tokens, --tp and --in-flight must be at least 1.")

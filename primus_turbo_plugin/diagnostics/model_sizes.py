@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from primus_turbo_plugin.errors import ConfigError
+from primus_turbo_plugin.precision.config import TurboConfig
 from primus_turbo_plugin.precision.vocabulary import nearest
 
 
@@ -78,7 +79,7 @@ def model_sizes(name: str, others: Mapping[str, ModelSizes] | None = None) -> Mo
     """
     known = {**MODELS, **(others or {})}
     if name not in known:
-        raise ConfigError(f"--model: no sizes are known of {name!r}{nearest(name, known)}. Known: {', '.join(known)}.")
+        raise ConfigError(f"--model: no sizes are known of {name!r}{nearest(name, known)} (known: {', '.join(known)})")
     return known[name]
 
 
@@ -130,15 +131,16 @@ def override(sizes: ModelSizes | None, **given: int | bool | None) -> ModelSizes
     return ModelSizes(**values)  # type: ignore[arg-type]
 
 
-def add_size_arguments(group: argparse._ActionsContainer) -> None:
-    """Arguments that describe a model and a microbatch."""
-    group.add_argument("--model", metavar="NAME", help=f"a model's linears: {', '.join(MODELS)}")
+def add_size_arguments(group: argparse._ActionsContainer, others: Iterable[str] = ()) -> None:
+    """Arguments that describe a model and a microbatch; models named `others` are known beside `MODELS`."""
+    group.add_argument("--model", metavar="NAME", help=f"a model's linears: {', '.join([*MODELS, *others])}")
     for name, meaning in (
         ("hidden", "width of the residual stream"),
         ("ffn", "width of the MLP"),
         ("heads", "attention heads"),
         ("groups", "heads of keys and values"),
         ("head-dim", "width of a head"),
+        ("num-layers", "decoder layers"),
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}; of --model where left out")
     group.add_argument("--no-gate", action="store_true", help="fc1 has no gate projection")
@@ -147,13 +149,23 @@ def add_size_arguments(group: argparse._ActionsContainer) -> None:
 
 
 def sizes_of_arguments(
-    args: argparse.Namespace, models: Mapping[str, ModelSizes] | None = None, **others: int | None
+    args: argparse.Namespace, config: TurboConfig, models: Mapping[str, ModelSizes] | None = None
 ) -> ModelSizes:
-    """The model that these arguments describe; `models` are known beside `MODELS`.
+    """The model that these arguments describe, one layer where neither they nor its name say how many; `models` are known beside
+    `MODELS`.
 
     Raises:
-        ConfigError: As `model_sizes` and `override`.
+        ConfigError: As `model_sizes` and `override`; or the configuration tells layers apart, and their number is unknown.
     """
+    if (
+        not args.model
+        and args.num_layers is None
+        and (config.bf16_first_layers or config.bf16_last_layers or config.modules)
+    ):
+        raise ConfigError(
+            "model sizes: the configuration tells layers apart (bf16_first_layers, bf16_last_layers or modules). "
+            "Give --num-layers as well."
+        )
     base = model_sizes(args.model, models) if args.model else None
-    given = {name: getattr(args, name) for name in ("hidden", "ffn", "heads", "groups", "head_dim")}
-    return override(base, **given, **others, gated=False if args.no_gate else None)
+    given = {name: getattr(args, name) for name in ("hidden", "ffn", "heads", "groups", "head_dim", "num_layers")}
+    return override(base, **given, gated=False if args.no_gate else None)

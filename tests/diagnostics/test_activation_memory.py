@@ -182,6 +182,14 @@ def test_memory_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert "--tp 3" in capsys.readouterr().err
     assert main(["memory", "--model", "llama3_8b", "--tokens", "4095", "--tp", "2", "--sequence-parallel"]) == 1
     assert "must divide" in capsys.readouterr().err
+    own = ["memory", "--hidden", "64", "--ffn", "96", "--heads", "4", "--turbo-precision", "mxfp4"]
+    assert main([*own, "--turbo-bf16-first-layers", "1"]) == 1
+    assert "Give --num-layers" in capsys.readouterr().err
+    assert main([*own, "--turbo-bf16-first-layers", "1", "--num-layers", "3"]) == 0
+    assert "Layers 1-2" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["memory", "--help"])
+    assert "mixtral_8x7b" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("hidden", "heads"), [("64", "0"), ("65", "4")])

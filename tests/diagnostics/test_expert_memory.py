@@ -100,7 +100,7 @@ def test_command_knows_models_of_experts_and_their_layouts(
         (["--experts", "4"], "give --topk, --expert-ffn as well"),
         (["--experts", "4", "--topk", "5", "--expert-ffn", "8"], "cannot go to 5 of 4 experts"),
         (["--model", "mixtral_8x7b", "--ep", "3"], "8 experts do not divide over 3"),
-        (["--model", "mixtral"], "Known: .*mixtral_8x7b"),
+        (["--model", "mixtral"], "known: .*mixtral_8x7b"),
     ],
 )
 def test_impossible_experts_are_refused(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,13 +139,13 @@ def tasks_of(args: argparse.Namespace, config: TurboConfig) -> list[GemmTask]:
         ConfigError: A name, size or combination is wrong.
     """
     if args.shapes:
-        for name in ("model", "precisions", "hidden", "ffn", "heads", "groups", "head_dim"):
+        for name in ("model", "precisions", "hidden", "ffn", "heads", "groups", "head_dim", "num_layers"):
             if getattr(args, name):
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"--shapes: products as they are written; leave {option} out.")
         layouts = [check_choice("--layouts", name, LAYOUTS) for name in _list(args.layouts)]
         return list(shape_tasks(args.shapes, _list(args.formats), layouts, accumulate=args.accumulate))  # type: ignore[arg-type]
-    sizes = sizes_of_arguments(args)
+    sizes = sizes_of_arguments(args, TurboConfig() if args.precisions else config)
     if args.tokens < 1 or args.tp < 1:
         raise ConfigError(f"--tokens and --tp must be at least 1; got {args.tokens} and {args.tp}.")
     gemms = [check_choice("--gemms", name, GEMMS) for name in _list(args.gemms)]

@@ -79,11 +79,40 @@ def test_a_dry_run_takes_recipes_from_a_configuration(capsys: pytest.CaptureFixt
     assert "gemm nt 4096x3072x4096 " in out
 
 
+def test_layers_of_given_sizes_are_told_apart_once_their_number_is_known(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("precision: mxfp4\nbf16_first_layers: 2\nbf16_last_layers: 2\n")
+    arguments = [
+        "--dry-run",
+        "--arch",
+        "gfx950",
+        "--hidden",
+        "1024",
+        "--ffn",
+        "4096",
+        "--heads",
+        "8",
+        "--gemms",
+        "fprop",
+    ]
+    code, _, err = run(capsys, *arguments, "--config", str(path))
+    assert code == 1
+    assert "Give --num-layers" in err
+    code, out, _ = run(capsys, *arguments, "--config", str(path), "--num-layers", "40")
+    assert code == 0
+    assert {"fprop bf16)", "fprop mxfp4)"} <= {" ".join(line.split()[-2:]) for line in out.splitlines()}
+    code, out, _ = run(capsys, *arguments, "--config", str(path), "--precisions", "mxfp8")  # asks no configuration
+    assert code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([], "--hidden"),
         (["--model", "llama9"], "no sizes are known"),
+        (["--hidden", "64", "--ffn", "96", "--heads", "4", "--turbo-bf16-first-layers", "1"], "Give --num-layers"),
         (["--model", "llama3_8b", "--dry-run"], "name one with --arch"),
         (["--model", "llama3_8b", "--dry-run", "--arch", "gfx1250"], "give --compute-units"),
         (["--model", "llama3_8b", "--arch", "gfx950"], "--arch: only with --dry-run"),
