@@ -274,6 +274,20 @@ def test_memory_is_zero_before_a_peer_learns_of_it(rank_info: RankInfo, tmp_path
     assert order == ["zeros", "wait", "share"]
 
 
+@ranks(world_size=2, timeout_s=60)
+def test_a_gpu_is_watched_until_it_has_left_the_memory_that_is_given_up(rank_info: RankInfo, tmp_path: Any) -> None:
+    """Growing slots waits for the last call on the smaller ones, and the peer of that call may have died."""
+    os.environ["FAKE_FOLDER"] = str(tmp_path)
+    transport = _transport("copy")
+    overlap, watched = Overlap(transport), []
+    overlap.start_gather(Payload.plain(torch.ones(2, K)), label="the last").wait()
+    sdma.torch.cuda.synchronize = lambda device=None: watched.append(  # type: ignore[assignment]
+        [issued.label for issued in transport._watchdog.issued.values()]
+    )
+    overlap.start_gather(Payload.plain(torch.ones(999, K)), label="larger").wait()
+    assert watched[0] == ["the last"]
+
+
 @ranks(world_size=3, timeout_s=60)
 def test_memory_that_one_rank_cannot_open_is_closed_by_all_and_freed(rank_info: RankInfo, tmp_path: Any) -> None:
     os.environ["FAKE_FOLDER"] = str(tmp_path)

@@ -195,6 +195,7 @@ class SdmaTransport(Transport):
 
     def release(self, arena: Arena) -> None:
         assert isinstance(arena, PeerArena)
+        torch.cuda.synchronize(self.device)  # watched still: a peer may keep this GPU waiting
         with self._watchdog.lock:
             self._watchdog.issued.pop(id(arena), None)
             del self._arenas[id(arena)]
