@@ -43,7 +43,12 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         )
     with tempfile.TemporaryDirectory(prefix="turbo-trace-") as folder:
         value = f"{folder}:{args.steps}"
-        tracing.parse_value(value)  # a mistake is better said now than by every rank
+        try:
+            tracing.parse_value(value)  # a mistake is better said now than by every rank
+        except ConfigError as error:
+            raise ConfigError(
+                f"--steps {args.steps}: must be FIRST-LAST, optimizer steps from 1, such as 2-3."
+            ) from error
         try:
             code = subprocess.run(command, env={**environ, tracing.VARIABLE: value}, check=False).returncode
         except OSError as error:

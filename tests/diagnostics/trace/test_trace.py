@@ -95,8 +95,8 @@ def test_a_command_is_run_and_its_trace_written(tmp_path: Path, capsys: pytest.C
     ("arguments", "words"),
     [
         ([], "no command. Write it after --"),
-        (["--steps", "3-2", "--", "true"], "steps from 1, got steps '3-2'"),
-        (["--steps", "x", "--", "true"], "got steps 'x'"),
+        (["--steps", "3-2", "--", "true"], "--steps 3-2: must be FIRST-LAST"),
+        (["--steps", "x", "--", "true"], "--steps x: must be FIRST-LAST"),
         (["--", "no-such-program"], "no-such-program cannot be run"),
         (["--", "true"], "turn them on with --tp-comm-overlap"),
     ],
