@@ -21,7 +21,7 @@ from primus_turbo_plugin.kernels.requests import FusedQuantizeRequest
 from primus_turbo_plugin.kernels.triton import quantize as plain
 from primus_turbo_plugin.kernels.triton.quantize_copy import Copy
 from primus_turbo_plugin.kernels.triton.quantize_launch import has_words, launch_shared, serves, tile_tokens
-from primus_turbo_plugin.kernels.triton.targets import has_gluon, kernel_target, refusal
+from primus_turbo_plugin.kernels.triton.targets import has_gluon, refusal
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 from primus_turbo_plugin.precision.rounding import RoundingKey
@@ -30,10 +30,6 @@ from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 Copies = tuple[QuantizedTensor | None, QuantizedTensor | None]
 MAX_HIDDEN = 1 << 15
 """Longest row of the RMS norm: one program holds it in registers."""
-LEAST_LOG_HIDDEN = 8
-"""Rows of fewer than 2^this columns get their statistics from a launch of their own."""
-STATS_ROWS = 16
-"""Rows whose statistics a program computes in the launch that quantises."""
 
 
 @torch.no_grad()
@@ -53,12 +49,12 @@ def rms_norm_quantize(
     from primus_turbo_plugin.kernels.triton.quantize_front import FrontMeta
 
     x = _words(x, (row_spec, col_spec), key)
-    front = FrontMeta("rms_norm", zero_centered_gamma, *statistics_in_launch(x, row_spec, col_spec))
-    rstd = torch.zeros(x.shape[0], dtype=torch.float32, device=x.device) if front.stats_rows else _rstd(x, eps)
+    rstd = _rstd(x, eps)
     row, col = _copies(x.shape[0], x.shape[1], x.device, row_spec, col_spec, key, signs_seed, scale_layout)
     if x.numel():
         with torch.cuda.device(x.device):
-            launch_shared(x, row, col, front=front, gamma=weight.contiguous(), rstd=rstd, eps=eps)
+            front = FrontMeta("rms_norm", zero_centered_gamma)
+            launch_shared(x, row, col, front=front, gamma=weight.contiguous(), rstd=rstd)
     return row.result() if row else None, col.result() if col else None, rstd
 
 
@@ -158,22 +154,6 @@ def _copies(
         Copy.of(rows, cols, device, row_spec, False, key, signs_seed, scale_layout),
         Copy.of(rows, cols, device, col_spec, True, key, signs_seed, scale_layout),
     )
-
-
-def statistics_in_launch(x: Tensor, row_spec: QuantSpec | None, col_spec: QuantSpec | None) -> tuple[int, int]:
-    """(`stats_rows`, `log_hidden`) of `FrontMeta`; stats_rows is 0 where 1 / RMS is another launch's.
-
-    On sm_90 one launch does both, so that the second read finds x in the L2 cache. Elsewhere nothing is known of the order in
-    which programs start, and nothing was timed.
-    """
-    log_hidden = max(x.shape[1] - 1, 1).bit_length()
-    if (
-        kernel_target(x.device.index) != "sm90"
-        or log_hidden < LEAST_LOG_HIDDEN
-        or tile_tokens(x, (row_spec, col_spec)) != 128
-    ):
-        return 0, 0
-    return max(STATS_ROWS, 1 << 14 - min(log_hidden, 12)), log_hidden
 
 
 def _rstd(x: Tensor, eps: float) -> Tensor:

@@ -21,14 +21,10 @@ class FrontMeta(NamedTuple):
     Attributes:
         kind: `rms_norm` or `swiglu`.
         zero_centered: gamma is 1 + weight.
-        stats_rows: Rows whose 1 / RMS a program of the same launch computes (quantize_statistics.py); 0 where `rstd` is given.
-        log_hidden: 2^log_hidden >= hidden; read where statistics are computed.
     """
 
     kind: str
     zero_centered: bool = False
-    stats_rows: int = 0
-    log_hidden: int = 0
 
 
 @gluon.jit

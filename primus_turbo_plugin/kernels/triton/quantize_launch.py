@@ -57,7 +57,6 @@ def launch_shared(
     front: Any = None,
     gamma: torch.Tensor | None = None,
     rstd: torch.Tensor | None = None,
-    eps: float = 0.0,
     sums: torch.Tensor | None = None,
 ) -> None:
     """quantize_shared.py on x, or on what a front makes of it.
@@ -69,12 +68,10 @@ def launch_shared(
         cols: Columns of what is quantised; None for x's.
         front: `FrontMeta`, or None.
         gamma: Weight of RMS norm `[cols]`.
-        rstd: fp32 `[rows]` of RMS norm; zeros to be filled where the front has `stats_rows`.
-        eps: Of RMS norm, where the front has `stats_rows`.
+        rstd: fp32 `[rows]` of RMS norm.
         sums: fp32 `[ceil(rows / tile_tokens), cols]` to be filled with sums of a tile's tokens.
     """
     from primus_turbo_plugin.kernels.triton.quantize_shared import quantize_shared_kernel
-    from primus_turbo_plugin.kernels.triton.quantize_statistics import programs
 
     rows, cols = x.shape[0], cols or x.shape[1]
     index = x.device.index
@@ -82,15 +79,13 @@ def launch_shared(
     specs = [copy.spec for copy in (row, col) if copy]
     tiles_held = 2 if front is not None and front.kind == "swiglu" else 1
     token_blocks = tile_token_blocks(shared_memory_bytes(index), specs, tiles_held=tiles_held)
-    tiles = -(-rows // (32 * token_blocks)), -(-cols // TILE_COLS)
-    in_one = front is not None and front.stats_rows > 0
-    grid = programs(*tiles, GROUP, 32 * token_blocks, front.stats_rows) if in_one else tiles[0] * tiles[1]
+    grid = (-(-rows // (32 * token_blocks)) * -(-cols // TILE_COLS),)
     words = x.view(torch.int32)
     amax = _whole_axis_amax(words, row, col, rows, cols)
     shuffled = any(copy.scale_layout != "plain" for copy in (row, col) if copy)
     options = {"enable_fp_fusion": False} if front is not None else {}
-    quantize_shared_kernel[(grid,)](
-        words, gamma, rstd, eps,
+    quantize_shared_kernel[grid](
+        words, gamma, rstd,
         *(row.buffers(torch.int32) if row else (None, None)), amax[0], row.signs if row else None,
         *(col.buffers(torch.int32) if col else (None, None)), amax[1], col.signs if col else None,
         sums,
@@ -102,7 +97,7 @@ def launch_shared(
         FRONT=front,
         SUMS=sums is not None,
         SHUFFLED=shuffled,
-        REVERSED=(rstd is not None and not in_one) or any(buffer is not None for buffer in amax),
+        REVERSED=rstd is not None or any(buffer is not None for buffer in amax),
         TB=token_blocks,
         GROUP=GROUP,
         LANES=warp_size(index),

@@ -37,7 +37,6 @@ from primus_turbo_plugin.kernels.triton.quantize_block import (
 )
 from primus_turbo_plugin.kernels.triton.quantize_front import norm_words, swiglu_words
 from primus_turbo_plugin.kernels.triton.quantize_scales import fp8_column_scale, fp8_row_scale, store_bytes
-from primus_turbo_plugin.kernels.triton.quantize_statistics import await_rstd, role, row_statistics
 
 WORDS = gl.constexpr(64)
 """Words of two bf16 across a tile: 128 columns."""
@@ -272,23 +271,27 @@ def _load_tile(smem, x_ptr, token, word, rows, cols8, row_stride16, EVEN: gl.con
 
 @gluon.jit
 def _norm_in_place(
-    smem, gamma_ptr, rstd_ptr, token_tile, word, rows, cols8,
-    FRONT: gl.constexpr, LOADS: gl.constexpr, EVEN: gl.constexpr, TARGET: gl.constexpr,
-):  # fmt: skip
+    smem,
+    gamma_ptr,
+    rstd_ptr,
+    token_tile,
+    word,
+    rows,
+    cols8,
+    FRONT: gl.constexpr,
+    LOADS: gl.constexpr,
+    EVEN: gl.constexpr,
+    TARGET: gl.constexpr,
+):
     """RMS norm of a tile, 32 tokens at a time: few enough to stay in registers."""
-    TOKENS: gl.constexpr = smem.shape[0]
     inside = word < cols8 * 4
     even = gl.load(gamma_ptr + word * 2, mask=inside, other=0.0).to(gl.float32)[None, :]
     odd = gl.load(gamma_ptr + word * 2 + 1, mask=inside, other=0.0).to(gl.float32)[None, :]
-    if FRONT.stats_rows:
-        await_rstd(rstd_ptr, token_tile * TOKENS, rows, TOKENS)
-    if EVEN and TARGET == "sm90":
-        async_copy.wait_group(0)
-    for i in gl.static_range(TOKENS // 32):
+    for i in gl.static_range(smem.shape[0] // 32):
         part = smem.slice(i * 32, 32, 0)
-        token = token_tile * TOKENS + i * 32 + gl.arange(0, 32, gl.SliceLayout(1, LOADS))
-        rstd = gl.abs(gl.load(rstd_ptr + token, mask=token < rows, other=0.0, volatile=True))
-        y = norm_words(part.load(LOADS), rstd[:, None], even, odd, FRONT, TARGET)
+        token = token_tile * smem.shape[0] + i * 32 + gl.arange(0, 32, gl.SliceLayout(1, LOADS))
+        rstd = gl.load(rstd_ptr + token, mask=token < rows, other=0.0)[:, None]
+        y = norm_words(part.load(LOADS), rstd, even, odd, FRONT, TARGET)
         if not EVEN:  # 0 * gamma may be -0, which padding is not
             y = gl.where((token < rows)[:, None] & inside[None, :], y, 0)
         part.store(y)
@@ -303,47 +306,54 @@ def _swiglu_in_place(gate, up, LOADS: gl.constexpr, TARGET: gl.constexpr):
 
 
 @gluon.jit
-def _tile_of_number(number, token_tiles, col_tiles, GROUP: gl.constexpr, REVERSED: gl.constexpr):
+def _tile_of_program(token_tiles, col_tiles, GROUP: gl.constexpr, REVERSED: gl.constexpr):
     """(token tile, column tile): GROUP token tiles side by side, whose pieces of a columnwise row meet in the L2 cache."""
+    pid = gl.program_id(0)
     if REVERSED:  # x was read from its first row to its last just before: the last ones are still in the L2 cache
-        number = token_tiles * col_tiles - 1 - number
-    first = number // (GROUP * col_tiles) * GROUP
+        pid = token_tiles * col_tiles - 1 - pid
+    first = pid // (GROUP * col_tiles) * GROUP
     size = gl.minimum(token_tiles - first, GROUP)
-    within = number % (GROUP * col_tiles)
+    within = pid % (GROUP * col_tiles)
     return first + within % size, within // size
 
 
-@gluon.jit
-def _quantize_tile(
+_KEY_WORDS = ("row_k0", "row_k1", "row_c2", "row_c3", "col_k0", "col_k1", "col_c2", "col_c3")
+
+
+@gluon.jit(do_not_specialize=_KEY_WORDS)
+def quantize_shared_kernel(
     x_ptr, gamma_ptr, rstd_ptr,
     row_data, row_scale, row_amax, row_signs,
     col_data, col_scale, col_amax, col_signs,
     sums_ptr,
     rows, cols8, row_stride16,
     row_k0, row_k1, row_c2, row_c3, col_k0, col_k1, col_c2, col_c3,
-    number, token_tiles, col_tiles,
     ROW: gl.constexpr, COL: gl.constexpr, FRONT: gl.constexpr, SUMS: gl.constexpr, SHUFFLED: gl.constexpr,
     REVERSED: gl.constexpr,
     TB: gl.constexpr, GROUP: gl.constexpr, LANES: gl.constexpr, EVEN: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """Both copies of tile `number`; see `quantize_shared_kernel`."""
+    """Both copies of 32 TB tokens by 128 columns.
+
+    `x_ptr`, `row_data` and `col_data` are int32: two bf16, eight FP4 or four FP8 codes. `cols8` counts groups of 8 columns of
+    what is quantised, `row_stride16` is x's row stride in 16-byte units.
+    """
     TOKENS: gl.constexpr = TB * 32
     LOADS: gl.constexpr = gl.BlockedLayout([1, 4], [LANES // 16, 16], [gl.num_warps(), 1], [1, 0])
-    token_tile, col_tile = _tile_of_number(number, token_tiles, col_tiles, GROUP, REVERSED)
+    token_tile, col_tile = _tile_of_program((rows + (TOKENS - 1)) // TOKENS, (cols8 + 15) // 16, GROUP, REVERSED)
     smem = gl.allocate_shared_memory(gl.int32, [TOKENS, WORDS], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     token = token_tile * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, LOADS))
     word = col_tile * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, LOADS))
     _load_tile(smem, x_ptr, token, word, rows, cols8, row_stride16, EVEN, TARGET)
-    if FRONT is not None and FRONT.kind == "rms_norm":
-        _norm_in_place(smem, gamma_ptr, rstd_ptr, token_tile, word, rows, cols8, FRONT, LOADS, EVEN, TARGET)
-    elif FRONT is not None:
+    if FRONT is not None and FRONT.kind == "swiglu":
         up = gl.allocate_shared_memory(gl.int32, [TOKENS, WORDS], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
         _load_tile(up, x_ptr + cols8 * 4, token, word, rows, cols8, row_stride16, EVEN, TARGET)
-        if EVEN and TARGET == "sm90":
-            async_copy.wait_group(0)
-        _swiglu_in_place(smem, up, LOADS, TARGET)
-    elif EVEN and TARGET == "sm90":
+    if EVEN and TARGET == "sm90":
         async_copy.wait_group(0)
+    if FRONT is not None:
+        if FRONT.kind == "rms_norm":
+            _norm_in_place(smem, gamma_ptr, rstd_ptr, token_tile, word, rows, cols8, FRONT, LOADS, EVEN, TARGET)
+        else:
+            _swiglu_in_place(smem, up, LOADS, TARGET)
     tile_amax = 0
     if _needs_tile_amax(ROW, COL):
         bits = smem.load(LOADS) & 0x7FFF7FFF
@@ -367,44 +377,6 @@ def _quantize_tile(
                     words, tile_amax, col_signs, col_data, col_scale, col_amax, col_k0, col_k1, col_c2, col_c3,
                     col0, token_tile, col_tile, h == 0, rows, cols8, COL, SHUFFLED, LANES, EVEN, TARGET,
                 )  # fmt: skip
-
-
-_KEY_WORDS = ("row_k0", "row_k1", "row_c2", "row_c3", "col_k0", "col_k1", "col_c2", "col_c3")
-
-
-@gluon.jit(do_not_specialize=_KEY_WORDS)
-def quantize_shared_kernel(
-    x_ptr, gamma_ptr, rstd_ptr, eps,
-    row_data, row_scale, row_amax, row_signs,
-    col_data, col_scale, col_amax, col_signs,
-    sums_ptr,
-    rows, cols8, row_stride16,
-    row_k0, row_k1, row_c2, row_c3, col_k0, col_k1, col_c2, col_c3,
-    ROW: gl.constexpr, COL: gl.constexpr, FRONT: gl.constexpr, SUMS: gl.constexpr, SHUFFLED: gl.constexpr,
-    REVERSED: gl.constexpr,
-    TB: gl.constexpr, GROUP: gl.constexpr, LANES: gl.constexpr, EVEN: gl.constexpr, TARGET: gl.constexpr,
-):  # fmt: skip
-    """Both copies of 32 TB tokens by 128 columns.
-
-    `x_ptr`, `row_data` and `col_data` are int32: two bf16, eight FP4 or four FP8 codes. `cols8` counts groups of 8 columns of
-    what is quantised, `row_stride16` is x's row stride in 16-byte units.
-    """
-    TOKENS: gl.constexpr = TB * 32
-    token_tiles = (rows + (TOKENS - 1)) // TOKENS
-    col_tiles = (cols8 + 15) // 16
-    number = gl.program_id(0)
-    is_tile = True
-    if FRONT is not None and FRONT.stats_rows:
-        number, is_statistics = role(number, token_tiles, col_tiles, GROUP, TOKENS, FRONT)
-        if is_statistics:
-            row_statistics(x_ptr, rstd_ptr, number, rows, cols8, row_stride16, eps, FRONT)
-        is_tile = (is_statistics == 0) & (number < token_tiles * col_tiles)
-    if is_tile:
-        _quantize_tile(
-            x_ptr, gamma_ptr, rstd_ptr, row_data, row_scale, row_amax, row_signs, col_data, col_scale, col_amax, col_signs,
-            sums_ptr, rows, cols8, row_stride16, row_k0, row_k1, row_c2, row_c3, col_k0, col_k1, col_c2, col_c3,
-            number, token_tiles, col_tiles, ROW, COL, FRONT, SUMS, SHUFFLED, REVERSED, TB, GROUP, LANES, EVEN, TARGET,
-        )  # fmt: skip
 
 
 @gluon.constexpr_function

@@ -17,7 +17,6 @@ from primus_turbo_plugin.kernels.triton import quantize_launch
 from primus_turbo_plugin.kernels.triton.quantize_copy import Copy
 from primus_turbo_plugin.kernels.triton.quantize_front import FrontMeta
 from primus_turbo_plugin.kernels.triton.quantize_shared import quantize_shared_kernel
-from primus_turbo_plugin.kernels.triton.quantize_statistics import programs
 from primus_turbo_plugin.kernels.triton.row_sums import CHUNK, SUM_COLS, rstd_kernel, sum_rows_kernel
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.tree_sum import tree_sum
@@ -30,16 +29,15 @@ ROWS, COLS = 100, 136
 
 def _quantize(arch: str, x: torch.Tensor, front: FrontMeta | None, **arguments: Any) -> list[Any]:
     """Both copies, by the kernel with this front."""
-    device, cols = x.device, x.shape[1] // (2 if front is not None and front.kind == "swiglu" else 1)
-    rows = x.shape[0]
-    row, col = copies = [Copy.of(rows, cols, device, spec, side, None, 0) for spec, side in zip(SPECS, (False, True))]
+    device = x.device
+    row, col = copies = [Copy.of(ROWS, COLS, device, spec, side, None, 0) for spec, side in zip(SPECS, (False, True))]
     assert row is not None
     assert col is not None
     args = {
         "x_ptr": x.view(torch.int32), "gamma_ptr": None, "rstd_ptr": None, "sums_ptr": None,
         "row_data": row.data.view(torch.int32), "row_scale": row.block_scale, "row_amax": None, "row_signs": None,
         "col_data": col.data.view(torch.int32), "col_scale": col.block_scale, "col_amax": None, "col_signs": None,
-        "rows": rows, "cols8": cols // 8, "row_stride16": x.stride(0) // 8, "eps": 1e-5,
+        "rows": ROWS, "cols8": COLS // 8, "row_stride16": x.stride(0) // 8,
         **{f"{side}_{word}": 0 for side in ("row", "col") for word in ("k0", "k1", "c2", "c3")}, **arguments,
     }  # fmt: skip
     swiglu = front is not None and front.kind == "swiglu"
@@ -47,15 +45,12 @@ def _quantize(arch: str, x: torch.Tensor, front: FrontMeta | None, **arguments: 
     constants = {
         "ROW": row.meta, "COL": col.meta, "FRONT": front, "SUMS": arguments.get("sums_ptr") is not None,
         "SHUFFLED": False,
-        "REVERSED": front is not None and not front.stats_rows, "TB": token_blocks, "GROUP": 8, "LANES": LANES[arch],
-        "EVEN": False, "TARGET": TARGET[arch],
+        "REVERSED": front is not None, "TB": token_blocks, "GROUP": 8, "LANES": LANES[arch], "EVEN": False,
+        "TARGET": TARGET[arch],
     }  # fmt: skip
     warps = quantize_launch.num_warps(token_blocks, LANES[arch])
     options = {"num_warps": warps, "enable_fp_fusion": front is None}
-    tiles = -(-rows // (32 * token_blocks)), -(-cols // 128)
-    grid = tiles[0] * tiles[1]
-    if front is not None and front.stats_rows:
-        grid = programs(*tiles, 8, 32 * token_blocks, front.stats_rows)
+    grid = 2 * -(-ROWS // (32 * token_blocks))
     _compile_and_launch(quantize_shared_kernel, arch, grid, args, constants, NO_MEMORY_SPILLS, **options)
     return copies
 
@@ -80,21 +75,6 @@ def test_rms_norm_in_front(arch, rng) -> None:
     assert torch.equal(rstd, want_rstd)
     front = FrontMeta("rms_norm", zero_centered=True)
     _assert_equal(_quantize(arch, x, front, gamma_ptr=weight, rstd_ptr=rstd), (row, col))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rows", "cols"), [(300, 264), (40, 5000)], ids=str)
-def test_rms_norm_with_its_statistics_in_the_same_launch(rows, cols, rng) -> None:
-    """What sm_90 runs, compiled for an architecture of as many lanes: rows of one chunk and of two, tails, several tiles."""
-    x = (torch.randn(rows, cols, generator=rng) * torch.logspace(-3, 3, rows).unsqueeze(1)).bfloat16()
-    x[7, 5] = float("inf")
-    weight = torch.randn(cols, generator=rng).bfloat16()
-    row, col, want_rstd = reference.rms_norm_quantize(x, weight, 1e-5, *SPECS)
-    rstd = torch.zeros(rows)
-    log_hidden = (cols - 1).bit_length()
-    front = FrontMeta("rms_norm", stats_rows=32, log_hidden=log_hidden)
-    _assert_equal(_quantize("gfx1250", x, front, gamma_ptr=weight, rstd_ptr=rstd), (row, col))
-    assert torch.equal(rstd, want_rstd)
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def test_the_kernel_of_aligned_bf16_equals_the_reference_in_every_byte(arch, pai
         "x_ptr": x.view(torch.int32), "gamma_ptr": None, "rstd_ptr": None, "sums_ptr": None,
         "row_data": row.data.view(torch.int32), "row_scale": row.block_scale, "row_amax": None, "row_signs": row.signs,
         "col_data": col.data.view(torch.int32), "col_scale": col.block_scale, "col_amax": None, "col_signs": col.signs,
-        "rows": rows, "cols8": cols // 8, "row_stride16": cols // 8, "eps": 0.0, **_key_words(row, col),
+        "rows": rows, "cols8": cols // 8, "row_stride16": cols // 8, **_key_words(row, col),
     }  # fmt: skip
     constants = {
         "ROW": row.meta, "COL": col.meta, "FRONT": None, "SUMS": False, "SHUFFLED": layout != "plain",
