@@ -201,6 +201,8 @@ CONDITIONAL: Mapping[str, str] = {
     "q_lora_rank": "honoured; without it queries have no norm, also with `qk_layernorm`",
     "fp32_residual_connection": "refused with 'linear: turbo' or megatron under bf16 or fp16 without autocast: norms would "
     "hand fp32 to weights of another dtype",
+    "moe_latent_size": "experts honour it. The projections around them are Transformer Engine's linears in any case, in BF16 "
+    "whatever `precision` says: Megatron asks for it",
     "mtp_num_layers": "honoured through `gpt_mtp_spec`; refused with the --spec flag, which Megatron-LM ignores for MTP",
     "context_parallel_size": "honoured by core attention; refused with 'attention: megatron', which cannot do it",
     "sequence_parallel": "honoured; with 'norm: megatron' refused where Apex is missing (torch's norm)",

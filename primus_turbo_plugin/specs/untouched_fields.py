@@ -82,7 +82,7 @@ UNTOUCHED: Mapping[str, tuple[str, ...]] = {
         moe_flex_dispatcher_backend moe_permute_fusion_into_hybridep moe_hybridep_pad_uneven_dispatch_inputs
         moe_per_layer_logging moe_expert_capacity_factor moe_pad_expert_input_to_capacity
         moe_pad_experts_for_cuda_graph_inference moe_token_drop_policy moe_permute_fusion moe_router_fusion
-        moe_apply_probs_on_input moe_latent_size moe_flex_dispatcher_num_sms moe_deepep_num_sms
+        moe_apply_probs_on_input moe_flex_dispatcher_num_sms moe_deepep_num_sms
         moe_hybridep_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
         moe_hybridep_num_sms_preprocessing moe_ncclep_static_shape moe_ncclep_zero_copy
         moe_expert_rank_capacity_factor moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
