@@ -107,18 +107,15 @@ def pipeline_ms(
     """
     remote = (world_size - 1) * cut.chunks
     least = gemm * costs.wave_outputs / outputs if outputs else 0.0
-    own, piece, transfer = (
-        max(gemm / world_size, least),
-        max(gemm / world_size / cut.chunks, least) + costs.chunk_us / 1e3,
-        copy / remote,
-    )
+    share, launch, transfer = gemm / world_size / cut.chunks, costs.chunk_us / 1e3, copy / remote
+    own, piece = max(gemm / world_size, least), max(share, least) + launch
     now = 0.0
     if kind == "gather":
         now = own
         for last in range(cut.merge - 1, remote + cut.merge - 1, cut.merge):
             arrived = min(last, remote - 1)
             senders = cut.merge - (last - arrived)
-            now = max(now, (arrived + 1) * transfer) + max(piece, senders * gemm / world_size / cut.chunks)
+            now = max(now, (arrived + 1) * transfer) + max(senders * share, least) + launch
         launches = -(-remote // cut.merge)
     else:
         lane, arrivals = 0.0, []

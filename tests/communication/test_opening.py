@@ -191,3 +191,9 @@ def test_merging_all_senders_waits_for_the_last() -> None:
     costs = dataclasses.replace(H200, host_us=0.0, chunk_us=0.0)
     assert pipeline_ms("gather", costs, gemm, copy, 8, Cut(merge=7)) == pytest.approx(copy + gemm * 7 / 8)
     assert pipeline_ms("gather", costs, gemm, copy, 8, Cut(merge=3)) == pytest.approx(0.3 + gemm * 7 / 8)
+
+
+def test_every_launch_costs_what_it_costs_however_many_senders_it_is_for() -> None:
+    costs = dataclasses.replace(H200, host_us=0.0, chunk_us=10.0)
+    for merge, launches in ((1, 7), (3, 3), (7, 1)):
+        assert pipeline_ms("gather", costs, 1.0, 0.0, 8, Cut(merge=merge)) == pytest.approx(1.0 + launches * 0.01)
