@@ -47,6 +47,8 @@ _POSITIVE = (
     "pipeline_model_parallel_size",
     "context_parallel_size",
 )
+# Sources of data beside --mock-data; the last three go together.
+_SOURCES = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 _MEGATRONS_SPLIT = "969, 30, 1"  # when --split isn't given
 
 
@@ -147,6 +149,9 @@ def _check_paths(args: argparse.Namespace) -> None:
 
 
 def _check_data(args: argparse.Namespace) -> None:
+    given = [flag for flag in ("--mock-data", *_SOURCES) if getattr(args, flag[2:].replace("-", "_"), None)]
+    if len(given) > 1 and not set(given) <= set(_SOURCES[1:]):
+        raise ConfigError(f"{', '.join(given)}: there can be one source of data. Keep one of them.")
     if args.mock_data:
         return
     blend, per_split = _blends(args)

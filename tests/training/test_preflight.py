@@ -60,6 +60,15 @@ def _refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             tiny_gpt("--data-path", "nowhere/text", drop=("mock-data",)),
             "nowhere/text.idx and nowhere/text.bin not found",
         ),
+        (tiny_gpt("--data-path", "text"), "--mock-data, --data-path: there can be one source of data. Keep one"),
+        (
+            tiny_gpt("--data-path", "text", "--valid-data-path", "more", drop=("mock-data",)),
+            "--data-path, --valid-data-path: there can be one",
+        ),
+        (
+            tiny_gpt("--train-data-path", "text", "--valid-data-path", "more", drop=("mock-data",)),
+            "dataset text: text.idx and text.bin not found",
+        ),
         (tiny_gpt("--data-args-path", "nowhere.txt", drop=("mock-data",)), "nowhere.txt cannot be read"),
         (tiny_gpt("--load", "nowhere"), "--load nowhere: no checkpoint there"),
     ],
