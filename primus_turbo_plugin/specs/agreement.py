@@ -75,18 +75,20 @@ def _select(config: Any, plan: ModulePlan, choice: Any) -> Any:
 
 
 def backends_of_experts(config: Any, plans: Iterable[ModulePlan]) -> str:
-    """Who multiplies for grouped experts, by recipe: `mxfp4 by triton; bf16 by torch`.
+    """Who multiplies for grouped experts, by recipe, and what a name does not tell: `mxfp4 by triton; bf16 by torch`.
 
     Args:
         config: The model's `TransformerConfig`.
         plans: Of the model's linears; those of routed experts count.
     """
     found: dict[str, None] = {}
+    notes: dict[str, None] = {}
     for plan in {plan.recipe: plan for plan in plans if re.search(r"\.experts\.linear_fc[12]$", plan.path)}.values():
         try:
-            gemms = _select(config, plan, GroupedLinearKernels).gemms
-            names = dict.fromkeys(backend.name for backend in gemms.values())
+            gemms = _select(config, plan, GroupedLinearKernels).gemms.values()
+            names = dict.fromkeys(backend.name for backend in gemms)
             found[f"{plan.recipe} by {', '.join(names)}"] = None
+            notes |= {f"{backend.name}: {backend.note}": None for backend in gemms if backend.note}
         except UnsupportedError:
             found[f"{plan.recipe} by nobody here"] = None
-    return "; ".join(found)
+    return "; ".join([*found, *notes])

@@ -33,6 +33,7 @@ def test_grouped_experts_are_shown_with_the_backend_of_each_recipe(capsys: pytes
     kernels = {"grouped_gemm": ["reference"], "default": ["torch", "reference"]}
     report = _report(capsys, grouped=True, precision="mxfp4", bf16_first_layers=1, kernels=kernels)
     assert "TurboGroupedMLP: all local experts of a layer at once; bf16 by reference; mxfp4 by reference" in report
+    assert report.count("reference: one product an expert; waits for the GPU to learn how many tokens each has") == 1
 
 
 def test_experts_one_by_one_are_shown_with_the_flag_that_groups_them(capsys: pytest.CaptureFixture[str]) -> None:
