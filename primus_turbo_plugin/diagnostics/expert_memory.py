@@ -176,7 +176,8 @@ def add_expert_arguments(group: argparse._ActionsContainer) -> None:
         ("ep", "expert-parallel size"),
         ("etp", "expert-tensor-parallel size"),
     ):
-        group.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}; of --model, or none, where left out")
+        otherwise = "1 where left out" if name in ("ep", "etp") else "of --model, or none, where left out"
+        group.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}; {otherwise}")
 
 
 def experts_of_arguments(args: argparse.Namespace) -> ExpertSizes | None:

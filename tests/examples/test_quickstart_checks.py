@@ -33,6 +33,17 @@ def quickstart() -> ModuleType:
     return module
 
 
+def test_help_says_the_default_of_every_flag(
+    quickstart: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        quickstart.parse(["--help"])
+    flags = capsys.readouterr().out.split("model:")[1].split("\n  --")[1:]
+    assert len(flags) > 20
+    assert [flag for flag in flags if flag.count("(default: ") != 1] == []
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
