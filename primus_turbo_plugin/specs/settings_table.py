@@ -244,7 +244,7 @@ HONOURED: Mapping[str, str] = {
     "enable_autocast": "GEMMs compute in autocast's dtype",
     "init_method": "passed to each linear",
     "output_layer_init_method": "passed to each linear",
-    "deterministic_mode": "the reference kernels are deterministic",
+    "deterministic_mode": "every kernel here gives the same bits in every run, with it or without",
     "gradient_accumulation_fusion": "wgrad accumulates into fp32 `main_grad`; no Apex needed",
     "normalization": "LayerNorm and RMSNorm",
     "layernorm_epsilon": "",
