@@ -122,56 +122,6 @@ def forward_launch(
     return Launch(attention_fp8_fwd_kernel, (grid,), args, constants, options)
 
 
-def hopper_applies(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernel for Hopper's warpgroups can do this problem."""
-    plain = problem.masked is None and problem.softcap == 0.0 and problem.seed is None and problem.scale > 0.0
-    widths = sum(split_columns(q.shape[3])), launch.padded(v.shape[3])
-    return plain and all(width in (64, 128) for width in widths) and min(q.numel(), k.numel(), v.numel()) > 0
-
-
-def hopper_launch(
-    q: Tensor, k: Tensor, v: Tensor, codes: tuple[Codes, Codes, Codes], out: Tensor, lse: Tensor, problem: Problem,
-    slots: int = 2, block_n: int = BLOCK_TOKENS, apart: bool = True,
-) -> Launch:  # fmt: skip
-    """As `forward_launch`, for Hopper's warpgroups; `out` is dense in its last dimension."""
-    from primus_turbo_plugin.kernels.triton import attention_hopper as hopper
-    from primus_turbo_plugin.kernels.triton.attention_fp8_hopper import attention_fp8_hopper_kernel
-
-    q_codes, k_codes, v_codes = codes
-    shared = launch.shared_args(q, k, problem)
-    names = ("cu_q", "starts_q", "cu_k", "starts_k", "heads", "groups", "q_tokens", "k_tokens", "sequences")
-    lanes = q.shape[0] * q.shape[2]
-    chunk = hopper._chunk(k.shape[1] * (k.shape[3] + v.shape[3]) // 2) * (q.shape[2] // k.shape[2])
-    args = {
-        "q_desc": _hopper_descriptor(q_codes.rows, BLOCK_TOKENS // 2),
-        "k_desc": _hopper_descriptor(k_codes.rows, block_n),
-        "v_desc": _hopper_descriptor(v_codes.columns, launch.padded(v.shape[3]), block_n),
-        "q_scales": q_codes.scales, "k_scales": k_codes.scales, "v_scales": v_codes.scales,
-        "out": out, "lse": lse, "sinks": problem.sinks, **{name: shared[name] for name in names},
-        "cp_rank": problem.cp_rank, "cp_size": problem.cp_size, "left": shared["left"], "right": shared["right"],
-        "scale": shared["scale"], "slots": q_codes.scales.shape[1], "k_slots": k_codes.scales.shape[1],
-        "chunk": min(chunk, lanes), "lanes": lanes, "v_dim": v.shape[3],
-        "stride_ob": out.stride(0), "stride_os": out.stride(1), "stride_oh": out.stride(2),
-    }  # fmt: skip
-    constants = {**hopper._reaches(problem), "SINKS": problem.sinks is not None, "META": hopper._pieces(problem)}
-    grid = (q_codes.scales.numel(),)
-    return Launch(
-        attention_fp8_hopper_kernel, grid, args, constants | {"SLOTS": slots, "APART": apart}, {"num_warps": 4}
-    )
-
-
-def _hopper_descriptor(x: Tensor | None, rows: int, columns: int | None = None) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from primus_turbo_plugin.kernels.triton import attention_hopper as hopper
-
-    assert x is not None
-    flat = x.view(-1, x.shape[2])
-    block = [rows, columns or x.shape[2]]
-    layout = hopper._layout(min(128, block[1]), 8, 2)
-    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), block, layout)
-
-
 def _meta(q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, tile: Tile, tma: bool) -> AttentionMeta:
     d0, d1 = split_columns(q.shape[3])
     meta = launch.meta_of(q, k, v, problem, tile, tma=tma, both_ways=False)
