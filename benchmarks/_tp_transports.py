@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks._ranks import Ranks
+from primus_turbo_plugin.communication.overlap import Overlap
 from primus_turbo_plugin.communication.transports.base import Transport
 from primus_turbo_plugin.communication.transports.process_group import ProcessGroupTransport
 from primus_turbo_plugin.communication.transports.sdma import SdmaTransport
@@ -13,6 +14,7 @@ from primus_turbo_plugin.communication.transports.shared_memory import SharedMem
 
 _KINDS = {"sdma": SdmaTransport, "process_group": ProcessGroupTransport, "shared_memory": SharedMemoryTransport}
 TRANSPORTS = tuple(_KINDS)
+AT_ONCE, ONE_BY_ONE = "all peers at once", "peers in turn"
 
 
 def open_transport(ranks: Ranks, name: str | None, *, memory: str | None = None) -> Transport:
@@ -21,6 +23,13 @@ def open_transport(ranks: Ranks, name: str | None, *, memory: str | None = None)
     group = ranks.control if ranks.shares_gpu else ranks.group
     how = {"memory": memory} if kind == "sdma" else {}
     return _KINDS[kind](group, ranks.device, **how)  # type: ignore[no-any-return]
+
+
+def ways_to_send(transport: Transport) -> dict[str, Overlap]:
+    """Overlaps that send to all peers at once, and to one after the other, whatever the costs of the device say."""
+    found = {name: Overlap(transport) for name in (AT_ONCE, ONE_BY_ONE)}
+    found[AT_ONCE].lanes, found[ONE_BY_ONE].lanes = max(1, transport.world_size - 1), 1
+    return found
 
 
 class Library:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tp_overlap import AT_ONCE, ONE_BY_ONE
+from benchmarks._tp_transports import AT_ONCE, ONE_BY_ONE
 from benchmarks.weak_scaling import table as weak_table
 from primus_turbo_plugin.communication.costs import Costs
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -35,7 +34,7 @@ from torch import Tensor
 from benchmarks._ranks import Ranks, Row, Timing, geometric_mean, relative_error
 from benchmarks._tp_layer import layer_rows
 from benchmarks._tp_shapes import TOKENS, shapes_of
-from benchmarks._tp_transports import TRANSPORTS, Library, open_transport
+from benchmarks._tp_transports import TRANSPORTS, Library, open_transport, ways_to_send
 from primus_turbo_plugin.communication.costs import costs_of
 from primus_turbo_plugin.communication.opening import describe
 from primus_turbo_plugin.communication.overlap import Overlap, Payload
@@ -44,7 +43,6 @@ from primus_turbo_plugin.communication.transports.base import Transport
 with contextlib.suppress(ImportError):
     import torch.distributed._symmetric_memory
 
-AT_ONCE, ONE_BY_ONE = "all peers at once", "peers in turn"
 TOLERANCE = 2e-2  # two roundings to bf16 of sums of a few thousand terms
 
 
@@ -76,6 +74,7 @@ class Bench:
         self.ranks, self.transport, self.iterations, self.dtype = ranks, transport, iterations, dtype
         self.json_path = json_path
         self.overlap, self.in_graphs = (Overlap(transport, costs=costs_of(ranks.device)) for _ in range(2))
+        self.ways = ways_to_send(transport)
         self.rows: list[Row] = []
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -171,13 +170,6 @@ class Bench:
             return lambda: overlap.start_gather(Payload.plain(x)).wait()
 
         return {f"ours alone, {name}": run(overlap) for name, overlap in self.ways.items()}
-
-    @functools.cached_property
-    def ways(self) -> dict[str, Overlap]:
-        """Overlaps that send to all peers at once, and to one after the other, whatever the costs of the device say."""
-        found = {name: Overlap(self.transport, costs=self.overlap.costs) for name in (AT_ONCE, ONE_BY_ONE)}
-        found[AT_ONCE].lanes, found[ONE_BY_ONE].lanes = self.ranks.size - 1, 1
-        return found
 
     def gather(self, tokens: int, k: int, n: int) -> None:
         """y = AG(x) @ w.T."""
