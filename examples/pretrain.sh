@@ -90,7 +90,11 @@ fi
 rest=()
 print=
 for argument in "$@"; do
-    if [ "$argument" = --print ]; then print=1; else rest+=("$argument"); fi
+    case "$argument" in
+        --print) print=1 ;;
+        --data-path | --data-path=*) fail "--data-path: name the data by DATA_PATH, and its vocabulary by TOKENIZER_MODEL, in front of the command" ;;
+        *) rest+=("$argument") ;;
+    esac
 done
 command=("${launcher[@]}" "$here/pretrain_gpt.py" "${arguments[@]}" "${rest[@]}")
 if [ -n "$print" ]; then

@@ -79,6 +79,8 @@ def check(args: argparse.Namespace) -> ResolvedConfig:
 
 
 def _check_job(args: argparse.Namespace) -> None:
+    if args.fp16 and args.bf16:
+        raise ConfigError("--fp16 and --bf16: there can be one of them.")
     for name, flag in _OTHER_JOBS.items():
         if getattr(args, name, None):
             spec = "hybrid_spec" if name == "hybrid_layer_pattern" else "gpt_spec"

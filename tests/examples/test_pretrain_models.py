@@ -134,6 +134,7 @@ def test_slurm_says_where_the_ranks_meet(tmp_path: Path) -> None:
         (["llama3_8b"], {"NNODES": "2"}, "set MASTER_ADDR"),
         (["llama3_8b"], {"GPUS_PER_NODE": "0"}, "torch sees no GPU"),
         (["llama3_8b"], {"DATA_PATH": "a"}, "TOKENIZER_MODEL is not"),
+        (["llama3_8b", "--data-path", "a"], {}, "name the data by DATA_PATH"),
     ],
 )
 def test_mistakes_are_one_line(argv: list[str], environment: dict[str, str], message: str) -> None:

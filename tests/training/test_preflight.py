@@ -51,6 +51,7 @@ def _refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             tiny_gpt(tensor_model_parallel_size=3),
             "1 processes cannot hold tensor x pipeline x context parallel = 3 x 1 x 1. Start a multiple of 3 (--nproc)",
         ),
+        (tiny_gpt("--fp16"), "--fp16 and --bf16: there can be one"),
         (tiny_gpt("--sft"), "--sft: this script pretrains GPT models only"),
         (tiny_gpt("--hybrid-layer-pattern", "*-*-"), "--spec primus_turbo_plugin.megatron_lm hybrid_spec"),
         (tiny_gpt("--dataloader-type", "external"), "Use single or cyclic"),
