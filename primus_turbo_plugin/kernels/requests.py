@@ -65,7 +65,7 @@ class QuantizeRequest(Request):
     def __str__(self) -> str:
         specs = [f"rows {self.row_spec}"] if self.row_spec else []
         specs += [f"columns {self.col_spec}"] if self.col_spec else []
-        return f"quantize {_short(self.dtype)} on {self.device}: {', '.join(specs)}"
+        return f"{self.op} {_short(self.dtype)} on {self.device}: {', '.join(specs)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +161,7 @@ class GemmRequest(Request):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupedQuantizeRequest(Request):
+class GroupedQuantizeRequest(QuantizeRequest):
     """Quantise x `[T, features]`, rows sorted by expert, so that no scale, block or rotation spans two experts.
 
     Attributes:
@@ -172,22 +172,6 @@ class GroupedQuantizeRequest(Request):
 
     op: ClassVar[str] = "grouped_quantize"
     functions: ClassVar[tuple[str, ...]] = ("grouped_quantize",)
-
-    dtype: torch.dtype
-    row_spec: QuantSpec | None = None
-    col_spec: QuantSpec | None = None
-
-    @classmethod
-    def examples(cls, device: str) -> tuple[Request, ...]:
-        rotated = QuantSpec(format=Format.MXFP4, hadamard=16)
-        formats = [QuantSpec(format=name) for name in (Format.MXFP4, Format.MXFP8, Format.FP8)]
-        pairs = [(formats[0], rotated), (formats[1], formats[1]), (formats[2], formats[2])]
-        return tuple(cls(device=device, dtype=torch.bfloat16, row_spec=row, col_spec=col) for row, col in pairs)
-
-    def __str__(self) -> str:
-        specs = [f"rows {self.row_spec}"] if self.row_spec else []
-        specs += [f"columns {self.col_spec}"] if self.col_spec else []
-        return f"grouped_quantize {_short(self.dtype)} on {self.device}: {', '.join(specs)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
