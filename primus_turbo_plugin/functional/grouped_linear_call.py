@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from primus_turbo_plugin.errors import ConfigError, ShapeError
 from primus_turbo_plugin.functional.grouped_linear_kernels import GroupedLinearKernels
-from primus_turbo_plugin.functional.linear_call import Rounding
+from primus_turbo_plugin.functional.linear_call import Rounding, check_contraction, require_random_bits
 from primus_turbo_plugin.functional.weight_cache import WeightCache
 from primus_turbo_plugin.functional.wgrad import GradientSink
-from primus_turbo_plugin.precision.module_plan import ModulePlan, contraction_multiple
-from primus_turbo_plugin.precision.presets import GEMM_OPERANDS
+from primus_turbo_plugin.precision.module_plan import ModulePlan
 from primus_turbo_plugin.precision.rounding import RoundingKey
 
 
@@ -42,11 +40,7 @@ class GroupedLinearCall:
     rounding: Rounding | None = None
 
     def __post_init__(self) -> None:
-        if self.plan.precision.is_stochastic and self.rounding is None:
-            raise ConfigError(
-                f"{self.where}: recipe {self.plan.recipe!r} rounds stochastically and needs random bits, got rounding=None. "
-                "Draw a number for this forward and pass Rounding(seed=..., draw=..., rank=..., path=...)."
-            )
+        require_random_bits(self.plan, self.where, self.rounding)
 
     @property
     def where(self) -> str:
@@ -63,11 +57,4 @@ class GroupedLinearCall:
         Raises:
             ShapeError: Names recipe, module, GEMM, multiple, length and remedy.
         """
-        precision = self.plan.precision
-        multiple = contraction_multiple(*precision.gemm(gemm)) if precision.padding == "refuse" else 1
-        if length % multiple:
-            raise ShapeError(
-                f"recipe '{self.plan.recipe}', {self.where}: {symbol}, the contraction of {gemm} "
-                f"({' and '.join(GEMM_OPERANDS[gemm])}), must be a multiple of {multiple}, got {length}. "
-                f"Change the size, set 'padding: pad', or pin this module: modules: {{{self.where!r}: bf16}}."
-            )
+        check_contraction(self.plan, self.where, gemm, symbol, length)

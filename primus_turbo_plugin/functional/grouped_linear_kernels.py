@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from primus_turbo_plugin.communication.agreement import agree
-from primus_turbo_plugin.functional.linear_kernels import OPERANDS, Operand, operand_specs
+from primus_turbo_plugin.functional.linear_kernels import OPERANDS, Operand, operand_specs, question
+from primus_turbo_plugin.functional.weight_cache import Copies
 from primus_turbo_plugin.kernels.grouped_operands import (
     depth_multiple,
     depth_spec,
@@ -28,8 +29,6 @@ from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 from primus_turbo_plugin.precision.rounding import RoundingKey
 from primus_turbo_plugin.precision.scale_layout import ROWS, ScaleLayout
-
-Copies = tuple[QuantizedTensor | None, QuantizedTensor | None]
 
 _KIND: dict[str, Literal["rows", "depth"]] = {"fprop": "rows", "dgrad": "rows", "wgrad": "depth"}
 
@@ -103,7 +102,7 @@ class GroupedLinearKernels:
             quantizers=quantizers,
             weight_layouts=layouts,
         )
-        agree(_question(plan, device, dtype, wgrad_dtype, accumulate), chosen.choices)
+        agree(question("experts", plan, device, dtype, wgrad_dtype, accumulate), chosen.choices)
         return chosen
 
     @property
@@ -184,13 +183,3 @@ def _gemm_specs(plan: ModulePlan, gemm: str) -> list[QuantSpec]:
 
 def _named(backend: Backend[Any]) -> str:
     return f"{backend.name} ({backend.note})" if backend.note else backend.name
-
-
-def _question(
-    plan: ModulePlan, device: torch.device, dtype: torch.dtype, wgrad_dtype: torch.dtype, accumulate: bool
-) -> str:
-    """Everything that the choice follows from, but the machine: ranks that ask the same must get the same."""
-    specs = ", ".join(f"{gemm} {' x '.join(map(str, plan.precision.gemm(gemm)))}" for gemm in GEMM_OPERANDS)
-    order = plan.kernels.to_value() or "default"
-    out = f"dw {wgrad_dtype}{' accumulated' if accumulate else ''}"
-    return f"the kernels of experts in {plan.recipe} ({specs}; {dtype}, {out}, {device.type}, order {order})"

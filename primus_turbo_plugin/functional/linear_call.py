@@ -148,11 +148,12 @@ class LinearCall:
     dy_sum: list[Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if self.plan.precision.is_stochastic and self.rounding is None:
-            raise ConfigError(
-                f"{self.plan.path or 'linear'}: recipe {self.plan.recipe!r} rounds stochastically and needs random bits, "
-                "got rounding=None. Draw a number for this forward and pass Rounding(seed=..., draw=..., rank=..., path=...)."
-            )
+        require_random_bits(self.plan, self.where, self.rounding)
+
+    @property
+    def where(self) -> str:
+        """The module's name for messages."""
+        return self.plan.path or "linear"
 
     def key(self, operand: str) -> RoundingKey | None:
         """Random bits of x, w or dy; None when everything is rounded to nearest."""
@@ -164,14 +165,35 @@ class LinearCall:
         Raises:
             ShapeError: Names recipe, module, GEMM, multiple, length and remedy.
         """
-        precision = self.plan.precision
-        if precision.padding != "refuse":
-            return  # most plans pad; computing the multiples takes 5 us of a quantised layer's call
-        multiple = contraction_multiple(*precision.gemm(gemm))
-        if length % multiple:
-            path = self.plan.path or "linear"
-            raise ShapeError(
-                f"recipe '{self.plan.recipe}', {path}: {symbol}, the contraction of {gemm} "
-                f"({' and '.join(GEMM_OPERANDS[gemm])}), must be a multiple of {multiple}, got {length}. "
-                f"Change the size, set 'padding: pad', or pin this module: modules: {{{path!r}: bf16}}."
-            )
+        check_contraction(self.plan, self.where, gemm, symbol, length)
+
+
+def require_random_bits(plan: ModulePlan, where: str, rounding: Rounding | None) -> None:
+    """Refuses a call that has no random bits and needs them.
+
+    Raises:
+        ConfigError: Names the module (`where`), the recipe and the remedy.
+    """
+    if plan.precision.is_stochastic and rounding is None:
+        raise ConfigError(
+            f"{where}: recipe {plan.recipe!r} rounds stochastically and needs random bits, got rounding=None. "
+            "Draw a number for this forward and pass Rounding(seed=..., draw=..., rank=..., path=...)."
+        )
+
+
+def check_contraction(plan: ModulePlan, where: str, gemm: str, symbol: str, length: int) -> None:
+    """Refuses a contraction that would be padded, where the plan says so.
+
+    Raises:
+        ShapeError: Names recipe, module (`where`), GEMM, multiple, length and remedy.
+    """
+    precision = plan.precision
+    if precision.padding != "refuse":
+        return  # most plans pad; computing the multiples takes 5 us of a quantised layer's call
+    multiple = contraction_multiple(*precision.gemm(gemm))
+    if length % multiple:
+        raise ShapeError(
+            f"recipe '{plan.recipe}', {where}: {symbol}, the contraction of {gemm} "
+            f"({' and '.join(GEMM_OPERANDS[gemm])}), must be a multiple of {multiple}, got {length}. "
+            f"Change the size, set 'padding: pad', or pin this module: modules: {{{where!r}: bf16}}."
+        )

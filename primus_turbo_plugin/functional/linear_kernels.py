@@ -99,7 +99,7 @@ class LinearKernels:
             quantizers=quantizers,
             scale_layouts=layouts,
         )
-        agree(_question(plan, device, dtype, wgrad_dtype, accumulate), chosen.choices)
+        agree(question("a linear", plan, device, dtype, wgrad_dtype, accumulate), chosen.choices)
         return chosen
 
     @property
@@ -161,14 +161,14 @@ class LinearKernels:
         return "plain" if shard else self.scale_layouts.get(operand, "plain")
 
 
-def _question(
-    plan: ModulePlan, device: torch.device, dtype: torch.dtype, wgrad_dtype: torch.dtype, accumulate: bool
+def question(
+    layer: str, plan: ModulePlan, device: torch.device, dtype: torch.dtype, wgrad_dtype: torch.dtype, accumulate: bool
 ) -> str:
-    """Everything that the choice follows from, but the machine: ranks that ask the same must get the same."""
+    """Everything that the choice for a kind of layer follows from, but the machine: ranks that ask the same must get the same."""
     specs = ", ".join(f"{gemm} {' x '.join(map(str, plan.precision.gemm(gemm)))}" for gemm in GEMM_OPERANDS)
     order = plan.kernels.to_value() or "default"
     out = f"dw {wgrad_dtype}{' accumulated' if accumulate else ''}"
-    return f"the kernels of a linear in {plan.recipe} ({specs}; {dtype}, {out}, {device.type}, order {order})"
+    return f"the kernels of {layer} in {plan.recipe} ({specs}; {dtype}, {out}, {device.type}, order {order})"
 
 
 def operand_specs(plan: ModulePlan, operand: str) -> tuple[QuantSpec | None, QuantSpec | None]:

@@ -7,7 +7,6 @@ is lost to the format of those kernels' operands.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -16,20 +15,25 @@ from torch import Tensor
 from primus_turbo_plugin.devices import capabilities_of
 from primus_turbo_plugin.kernels.attention import AttentionOptions
 from primus_turbo_plugin.kernels.triton.attention_fp8_tiles import fp8_tile_for
-from primus_turbo_plugin.kernels.triton.attention_ops import _PROBLEM, _arch, _device, _new_lse, _problem
+from primus_turbo_plugin.kernels.triton.attention_ops import (
+    _PROBLEM,
+    _arch,
+    _device,
+    _has_no_sequence,
+    _is_answered,
+    _new_lse,
+    _problem,
+)
+from primus_turbo_plugin.kernels.triton.gemm_key import gpu_of
 from primus_turbo_plugin.precision.formats import ELEMENT_TYPES
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *problem: Any) -> Tensor:
     from primus_turbo_plugin.kernels.triton import attention_fp8_launch as launch
 
-    lse = _new_lse(q)
-    if out.numel() == 0 and lse.numel() == 0:
+    lse, described = _new_lse(q), _problem(*problem)
+    if _is_answered(out, lse, described):
         return lse
-    described = _problem(*problem)
-    if described.cu_q is not None and described.cu_q.shape[0] == 1:  # no sequence at all
-        out.zero_()
-        return lse.fill_(-torch.inf)
     units = fp8_units(q.device)
     arch = _arch(q)
     tile = fp8_tile_for(arch, max(sum(launch.split_columns(q.shape[3])), v.shape[3]))
@@ -53,8 +57,7 @@ def _decoded(
     from primus_turbo_plugin.kernels.triton import attention_fp8_launch as launch
 
     values = _new_decoded(x)
-    no_sequence = cu is not None and cu.shape[0] == 1
-    if x.numel() == 0 or no_sequence:
+    if x.numel() == 0 or _has_no_sequence(cu):
         return values.zero_()
     problem = launch.Problem(
         scale=1.0, cu_q=cu, starts_q=starts, cu_k=cu, starts_k=starts, cp_rank=cp_rank, cp_size=cp_size
@@ -71,17 +74,9 @@ def _new_decoded(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, dtype=torch.bfloat16)
 
 
-@functools.cache
-def _units(index: int) -> Any:
-    properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip is not None:
-        return capabilities_of(str(properties.gcnArchName).split(":")[0]).fp8_encoding
-    return capabilities_of(f"sm{properties.major}{properties.minor}").fp8_encoding
-
-
 def fp8_units(device: torch.device) -> Any:
     """What the FP8 matrix units of a GPU read: `ocp`, `fnuz`, or None where codes are multiplied as bf16 numbers."""
-    return _units(device.index) if device.type == "cuda" else None
+    return capabilities_of(gpu_of(device.index)[0]).fp8_encoding if device.type == "cuda" else None
 
 
 attention_fp8_fwd = torch.library.custom_op(

@@ -29,13 +29,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *problem: Any) -> Ten
     from primus_turbo_plugin.kernels.triton import attention_hopper as hopper
     from primus_turbo_plugin.kernels.triton import attention_launch as launch
 
-    lse = _new_lse(q)
-    if out.numel() == 0 and lse.numel() == 0:
+    lse, described = _new_lse(q), _problem(*problem)
+    if _is_answered(out, lse, described):
         return lse
-    described = _problem(*problem)
-    if described.cu_q is not None and described.cu_q.shape[0] == 1:  # no sequence at all
-        out.zero_()
-        return lse.fill_(-torch.inf)
     tiles = _tiles(q, v)
     with _device(q):
         if _arch(q) == "sm90" and out.stride(3) == 1 and hopper.applies(described, q, k, v):
@@ -58,8 +54,7 @@ def _backward(
     dq, dk, dv, row_delta = _new_gradients(q, k, v, lse, q_dtype, kv_dtype)
     if delta is not None:
         row_delta.copy_(delta)
-    no_sequence = described.cu_q is not None and described.cu_q.shape[0] == 1
-    if q.numel() == 0 or k.numel() == 0 or no_sequence:
+    if q.numel() == 0 or k.numel() == 0 or _has_no_sequence(described.cu_q):
         return dq.zero_(), dk.zero_(), dv.zero_(), row_delta.zero_()
     with _device(q):
         tma = _use_descriptors(q, k, v, dout)
@@ -84,6 +79,21 @@ def _backward(
         dk.copy_(parts_k.sum(0))
         dv.copy_(parts_v.sum(0))
     return dq, dk, dv, row_delta
+
+
+def _has_no_sequence(cu: Tensor | None) -> bool:
+    return cu is not None and cu.shape[0] == 1
+
+
+def _is_answered(out: Tensor, lse: Tensor, problem: Any) -> bool:
+    """Whether there is nothing to attend to; out and lse then hold the answer."""
+    if out.numel() == 0 and lse.numel() == 0:
+        return True
+    if _has_no_sequence(problem.cu_q):
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return True
+    return False
 
 
 def _new_lse(q: Tensor, *_: Any) -> Tensor:
