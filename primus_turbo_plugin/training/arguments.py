@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.precision.config_sources import add_turbo_arguments
+from primus_turbo_plugin.specs import compat
 from primus_turbo_plugin.training.refusals import refusals
 
 DEVICES = ("cpu", "cuda")
@@ -46,7 +46,7 @@ def parser_extension(device: str) -> Callable[[argparse.ArgumentParser], argpars
         add_run_arguments(parser)
         if parser.get_default("eval_interval") is None:
             parser.set_defaults(eval_interval=_EVAL_INTERVAL)
-        if not importlib.util.find_spec("transformer_engine"):
+        if not compat.transformer_engine_is_installed():
             parser.set_defaults(**ENGINE_ONLY_DEFAULTS)
         if device == "cpu":
             parser.set_defaults(**CPU_DEFAULTS)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from primus_turbo_plugin.errors import ConfigError, TurboError, UnsupportedError
+from primus_turbo_plugin.specs import compat
 from primus_turbo_plugin.training import arguments, launch
 from primus_turbo_plugin.training.cpu_device import megatron_on_cpu
 from primus_turbo_plugin.training.wheels import without_engine
@@ -174,7 +175,7 @@ def _train(argv: Sequence[str], device: str) -> None:
 def _say_what_is_off(args: argparse.Namespace) -> None:
     if args.rank != 0 or args.device == "cpu" or args.position_embedding_type != "rope":
         return
-    if not (args.apply_rope_fusion or importlib.util.find_spec("transformer_engine")):
+    if not (args.apply_rope_fusion or compat.transformer_engine_is_installed()):
         print(
             "rotary embedding: not fused (the fused kernel is Transformer Engine's, which is not installed)", flush=True
         )
