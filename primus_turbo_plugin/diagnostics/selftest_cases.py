@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,13 +36,11 @@ from primus_turbo_plugin.kernels.requests import (
 )
 from primus_turbo_plugin.precision.formats import Format, ScaleRule
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
-from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+from primus_turbo_plugin.precision.quantized_tensor import Copies
 from primus_turbo_plugin.precision.rounding import RoundingKey
 from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 
 _SEED = 20260801
-
-Copies: TypeAlias = "tuple[QuantizedTensor | None, QuantizedTensor | None]"
 
 
 def _generator() -> torch.Generator:

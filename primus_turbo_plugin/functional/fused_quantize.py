@@ -33,9 +33,7 @@ from primus_turbo_plugin.kernels.norm import NormRequest
 from primus_turbo_plugin.kernels.registry import Backend, default_registry
 from primus_turbo_plugin.kernels.requests import FusedQuantizeRequest
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
-from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
-
-Copies = tuple[QuantizedTensor | None, QuantizedTensor | None]
+from primus_turbo_plugin.precision.quantized_tensor import Copies, QuantizedTensor
 
 
 def rms_norm_input(

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from primus_turbo_plugin.communication.agreement import agree
 from primus_turbo_plugin.functional.linear_kernels import OPERANDS, Operand, operand_specs, question
-from primus_turbo_plugin.functional.weight_cache import Copies
 from primus_turbo_plugin.kernels.grouped_operands import (
     depth_multiple,
     depth_spec,
@@ -26,7 +25,7 @@ from primus_turbo_plugin.kernels.tuning.table import tuning_table
 from primus_turbo_plugin.precision.module_plan import ModulePlan
 from primus_turbo_plugin.precision.presets import GEMM_OPERANDS
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
-from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+from primus_turbo_plugin.precision.quantized_tensor import Copies, QuantizedTensor
 from primus_turbo_plugin.precision.rounding import RoundingKey
 from primus_turbo_plugin.precision.scale_layout import ROWS, ScaleLayout
 

@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+from primus_turbo_plugin.precision.quantized_tensor import Copies
 
-Copies = tuple[QuantizedTensor | None, QuantizedTensor | None]
 """The weight's row copy (for fprop) and its columnwise copy (for dgrad)."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
@@ -171,3 +172,7 @@ def _require(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: tor
             f"QuantizedTensor: {name} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}. "
             "Build it with kernels.reference.quantize, or pass the logical (outer, contraction) shape."
         )
+
+
+Copies: TypeAlias = tuple[QuantizedTensor | None, QuantizedTensor | None]
+"""A tensor's row copy and its columnwise copy, each where a spec asks for it."""

@@ -11,9 +11,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from primus_turbo_plugin.functional.weight_cache import Copies, OptimizerClock, WeightCache, optimizer_clock
+from primus_turbo_plugin.functional.weight_cache import OptimizerClock, WeightCache, optimizer_clock
 from primus_turbo_plugin.kernels.reference.quantize import quantize
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
+from primus_turbo_plugin.precision.quantized_tensor import Copies
 from tests.support import seeded
 
 SPEC = QuantSpec(format="mxfp8", block="32x32")

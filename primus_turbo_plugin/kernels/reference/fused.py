@@ -21,12 +21,10 @@ from primus_turbo_plugin.kernels.reference.quantize import quantize_both
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import FusedQuantizeRequest
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
-from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+from primus_turbo_plugin.precision.quantized_tensor import Copies, QuantizedTensor
 from primus_turbo_plugin.precision.rounding import RoundingKey
 from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 from primus_turbo_plugin.precision.tree_sum import tree_sum
-
-Copies = tuple[QuantizedTensor | None, QuantizedTensor | None]
 
 _ROUND_TO_INTEGER = 12582912.0
 """1.5 * 2^23: added to |t| < 2^22 it leaves the integer nearest to t in the low bits."""

@@ -25,15 +25,13 @@ from primus_turbo_plugin.kernels.reference.element import round_to_codes
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import GroupedQuantizeRequest
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
-from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+from primus_turbo_plugin.precision.quantized_tensor import Copies, QuantizedTensor
 from primus_turbo_plugin.precision.rotation import rotate, rotation_signs
 from primus_turbo_plugin.precision.rounding import RoundingKey, random_words
 from primus_turbo_plugin.precision.scaling import fp8_scale
 
 _ROWS_AT_ONCE = 4096
 """Rows of x whose fp32 values are held at once; whole blocks and rotations of every kind."""
-
-Copies = tuple[QuantizedTensor | None, QuantizedTensor | None]
 
 
 @torch.no_grad()

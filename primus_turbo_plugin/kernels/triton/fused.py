@@ -23,11 +23,10 @@ from primus_turbo_plugin.kernels.triton.quantize_copy import Copy
 from primus_turbo_plugin.kernels.triton.quantize_launch import has_words, launch_shared, serves, tile_tokens
 from primus_turbo_plugin.kernels.triton.targets import has_gluon, refusal
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
-from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+from primus_turbo_plugin.precision.quantized_tensor import Copies, QuantizedTensor
 from primus_turbo_plugin.precision.rounding import RoundingKey
 from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 
-Copies = tuple[QuantizedTensor | None, QuantizedTensor | None]
 MAX_HIDDEN = 1 << 15
 """Longest row of the RMS norm: one program holds it in registers."""
 

@@ -14,7 +14,7 @@ import torch
 
 from primus_turbo_plugin.kernels.grouped_operands import depth_spec, rows_spec
 from primus_turbo_plugin.kernels.groups import Groups
-from primus_turbo_plugin.kernels.reference.grouped_quantize import Copies, quantize_groups
+from primus_turbo_plugin.kernels.reference.grouped_quantize import quantize_groups
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import GroupedQuantizeRequest
 from primus_turbo_plugin.kernels.triton import quantize as dense
@@ -22,7 +22,7 @@ from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall
 from primus_turbo_plugin.kernels.triton.quantize_copy import Copy
 from primus_turbo_plugin.kernels.triton.targets import dtype_refusal, refusal
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
-from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+from primus_turbo_plugin.precision.quantized_tensor import Copies, QuantizedTensor
 from primus_turbo_plugin.precision.rounding import RoundingKey
 
 _MOVED_ROWS, _MOVED_COLS = 32, 256
