@@ -210,14 +210,14 @@ def test_contrasts_pair_seeds_and_say_what_is_not_resolved() -> None:
         f"{full}.sr.wgrad": {0: _report({5: 3.2})},
     }
     rows = {row["contrast"]: row for row in results.contrasts(runs)}
-    assert rows["wgrad in MXFP4, no stabiliser"]["difference"] == pytest.approx(0.51)
-    assert rows["wgrad in MXFP4, no stabiliser"]["ci95"] == pytest.approx(12.706 * 0.01, rel=1e-3)
+    assert rows["wgrad in FP4 without stabiliser less wgrad in BF16"]["difference"] == pytest.approx(0.51)
+    assert rows["wgrad in FP4 without stabiliser less wgrad in BF16"]["ci95"] == pytest.approx(12.706 * 0.01, rel=1e-3)
     lines = results.contrasts_markdown(list(rows.values())).splitlines()
     said = {line.split(" | ")[0].strip("| "): line for line in lines}
-    assert said["wgrad in MXFP4, no stabiliser"].endswith("| resolved |")
-    assert said["wgrad in MXFP4, H16"].endswith("| not resolved |")
-    assert said["H32 against H16"].endswith("| one seed: no interval |")
-    assert said["stochastic rounding against none"].endswith("| runs ended in NaN |")
+    assert said["wgrad in FP4 without stabiliser less wgrad in BF16"].endswith("| +0.500, +0.520 | resolved |")
+    assert said["wgrad in FP4 with H16 less wgrad in BF16"].endswith("| not resolved |")
+    assert said["H32 less H16"].endswith("| one seed: no interval |")
+    assert said["stochastic rounding less none"].endswith("| runs ended in NaN |")
 
 
 def test_runs_of_other_settings_are_not_put_into_one_table(tmp_path: Path) -> None:
