@@ -14,7 +14,6 @@ from primus_turbo_plugin.kernels.groups import Groups
 from primus_turbo_plugin.kernels.reference import quantize
 from primus_turbo_plugin.kernels.registry import default_registry
 from primus_turbo_plugin.kernels.requests import GroupedGemmRequest
-from primus_turbo_plugin.kernels.torch_native import grouped_gemm as torch_native
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from tests.support.grouped import LOADS, depth_operands, experts, products, rows_operands, tokens, weights
 
@@ -157,17 +156,6 @@ def test_a_gradient_that_repeats_itself_is_a_gradient(backend, rng) -> None:
                     out = torch.empty(len(counts), n, k, device=DEVICE, dtype=torch.bfloat16)
                     results.append(kernels.grouped_gemm_depth(a, b, groups, out, accumulate=False))
             torch.testing.assert_close(*results)
-
-
-def test_torch_copies_what_only_its_strides_keep_from_being_read() -> None:
-    x = torch.randn(40, 64).bfloat16()
-    for readable in (x, x.t(), x[:, :48]):
-        assert torch_native._readable("a", readable) is readable
-    for t in (x[:1].expand(40, -1), x[:1].expand(40, -1).t(), x[0, 0].expand(40, 64), x[:, 8::2], x[:, 1:57]):
-        assert torch.equal(torch_native._readable("a", t), t)
-    assert torch_native._readable("a", torch.randn(33, 64).bfloat16()[:1].expand(33, -1).t()).stride(0) == 1
-    with pytest.raises(ShapeError, match=r"16 bytes, got torch\.bfloat16 \[41, 7\].*multiples of 8"):
-        torch_native._readable("a", torch.randn(41, 7).bfloat16())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

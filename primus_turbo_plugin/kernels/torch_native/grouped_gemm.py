@@ -3,7 +3,10 @@
 Math      y[rows of g] = a[rows of g] @ b[g].T        out[g] = a[:, rows of g] @ b[:, rows of g].T
 Numerics  CPU: bit for bit what a loop of torch.matmul over experts gives, as Megatron's own experts compute it. GPU: bf16 in and
           out, fp32 sums; it writes no fp32 and adds to nothing
-Limits    GPU: rows that start at multiples of 16 bytes
+Layout    GPU: every expert's piece must start at a multiple of 16 bytes (TMA). In a tensor that is contiguous along tokens it
+          starts where the router says, which the host does not know; elsewhere torch stops the process with a device-side
+          assertion. So tokens are handed over as rows of contiguous features, and copied into such rows where they are not
+Limits    GPU: sizes of whole 16 bytes, fewer than 1,024 experts
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from primus_turbo_plugin.kernels.requests import GroupedGemmRequest
 from primus_turbo_plugin.kernels.torch_native import gemm
 
 _ALIGNMENT_BYTES = 16
+_MOST_GROUPS = 1023
+"""torch prepares the groups by one block of threads."""
+_ELSEWHERE = "allow another backend: kernels: {grouped_gemm: [triton, per_expert]}."
 
 
 @torch.no_grad()
@@ -29,7 +35,7 @@ def grouped_gemm_nt(a: torch.Tensor, b: torch.Tensor, groups: Groups, *, out_dty
 
     Args:
         a: `[T, K]`.
-        b: `[groups, N, K]`, contiguous along N or K on GPUs.
+        b: `[groups, N, K]`.
         groups: Of a's rows.
         out_dtype: The operands' dtype; on the CPU float32 as well.
 
@@ -37,15 +43,11 @@ def grouped_gemm_nt(a: torch.Tensor, b: torch.Tensor, groups: Groups, *, out_dty
         `[T, N]`.
 
     Raises:
-        ShapeError: Shapes or devices do not fit; on GPUs, rows that do not start at multiples of 16 bytes.
+        ShapeError: Shapes or devices do not fit; on GPUs also K or N that are no multiples of 16 bytes, and too many experts.
     """
     if a.device.type == "cpu":
         return rows_by_loop(gemm.gemm_nt, a, b, groups, out_dtype)
-    cols = check_rows(a, b, groups)
-    if 0 in (a.shape[0], a.shape[1], cols):
-        return torch.zeros(a.shape[0], cols, dtype=out_dtype, device=a.device)
-    a, b = _readable("a", a), _readable("b", b)
-    return torch._grouped_mm(a, b.transpose(1, 2), offs=_ends(groups))
+    return rows_by_grouped_mm(a, b, groups, out_dtype)
 
 
 @torch.no_grad()
@@ -77,29 +79,65 @@ def grouped_gemm_depth(
     if a.device.type == "cpu":
         return depth_by_loop(gemm.gemm_nt, a, b, groups, out, accumulate=accumulate)
     check_depth(a, b, groups, out, accumulate=accumulate)
-    if groups.total == 0:
+    return depth_by_grouped_mm(a, b, groups, out)
+
+
+def rows_by_grouped_mm(a: torch.Tensor, b: torch.Tensor, groups: Groups, out_dtype: torch.dtype) -> torch.Tensor:
+    """`grouped_gemm_nt` in one call, whatever the strides and the groups."""
+    cols = check_rows(a, b, groups)
+    if 0 in (a.shape[0], a.shape[1], cols):
+        return torch.zeros(a.shape[0], cols, dtype=out_dtype, device=a.device)
+    _check("grouped_gemm_nt", groups, a.dtype, K=a.shape[1], N=cols)
+    weights = b if _is_readable(b) or _is_readable(b.mT) else _copied(b)
+    return torch._grouped_mm(_token_rows(a), weights.mT, offs=_ends(groups))
+
+
+def depth_by_grouped_mm(a: torch.Tensor, b: torch.Tensor, groups: Groups, out: torch.Tensor) -> torch.Tensor:
+    """`grouped_gemm_depth` in one call, whatever the strides and the groups."""
+    if 0 in (groups.total, a.shape[0], b.shape[0]):
         return out.zero_()
-    a, b = _readable("a", a), _readable("b", b)
-    return out.copy_(torch._grouped_mm(a, b.t(), offs=_ends(groups)))
+    _check("grouped_gemm_depth", groups, a.dtype, M=a.shape[0], N=b.shape[0])
+    return out.copy_(torch._grouped_mm(_token_rows(a.t()).t(), _token_rows(b.t()), offs=_ends(groups)))
+
+
+def _check(where: str, groups: Groups, dtype: torch.dtype, **features: int) -> None:
+    """N of the fprop too, though torch could write it: dgrad and wgrad read such rows, and would refuse them only then."""
+    multiple = _ALIGNMENT_BYTES // dtype.itemsize
+    if any(size % multiple for size in features.values()):
+        sizes = ", ".join(f"{name} = {size}" for name, size in features.items())
+        raise ShapeError(
+            f"{where} (torch): rows of {dtype} must start at multiples of {_ALIGNMENT_BYTES} bytes, so their sizes must be "
+            f"multiples of {multiple}, got {sizes}. Pad the layer's sizes, or {_ELSEWHERE}"
+        )
+    if groups.count > _MOST_GROUPS:
+        raise ShapeError(
+            f"{where} (torch): at most {_MOST_GROUPS} experts in a call, got {groups.count}. Spread them over more ranks, or "
+            f"{_ELSEWHERE}"
+        )
 
 
 def _ends(groups: Groups) -> torch.Tensor:
     return groups.offsets[1:].to(torch.int32)
 
 
-def _readable(name: str, t: torch.Tensor) -> torch.Tensor:
-    """t, or a copy where only its strides (of an expanded gradient, say) keep torch from reading it."""
-    for laid_out in (lambda: t, t.contiguous, lambda: t.mT.contiguous().mT):
-        found: torch.Tensor = laid_out()
-        strides = sorted(found.stride()[-2:])
-        starts = strides[1] * t.element_size(), found.data_ptr()
-        if strides[0] == 1 and not any(start % _ALIGNMENT_BYTES for start in starts):
-            return found
-    raise ShapeError(
-        f"torch._grouped_mm: rows of {name} must be contiguous and start at multiples of {_ALIGNMENT_BYTES} bytes, got "
-        f"{t.dtype} {list(t.shape)} with strides {list(t.stride())}. Pad the layer's sizes to multiples of 8, or allow "
-        "another backend: kernels: {grouped_gemm: [triton, per_expert]}."
-    )
+def _token_rows(t: torch.Tensor) -> torch.Tensor:
+    """t `[T, features]`, or a copy, with contiguous features."""
+    return t if _is_readable(t) else _copied(t)
+
+
+def _is_readable(t: torch.Tensor) -> bool:
+    """Whether the last dimension is contiguous and every row starts at 16 bytes and behind the one before.
+
+    torch looks at the rows, but not at where experts' weights start: there the GPU faults.
+    """
+    *starts, step = t.stride()
+    aligned = not any(start * t.element_size() % _ALIGNMENT_BYTES for start in starts)
+    return step == 1 and aligned and starts[-1] >= t.shape[-1] and t.data_ptr() % _ALIGNMENT_BYTES == 0
+
+
+def _copied(t: torch.Tensor) -> torch.Tensor:
+    """Not `Tensor.contiguous`, which returns t itself where a dimension of one element has an odd stride."""
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def supports(request: GroupedGemmRequest) -> str | None:
