@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,11 +24,22 @@ _WIDEST = 256
 _SHORT = 4096  # keys up to which dq gains by persistent programs
 _CACHED_BYTES = 16 << 20  # of 50 MB of L2 cache
 
+Kernel = Literal["forward", "dq", "dkdv"]
+Order = Literal["dense", "packed", "zig-zag", "packed zig-zag"]
+# TODO(#6): the kernels are written for all four, and their index arithmetic agrees with the definition on the host.
+SEEN_RIGHT: dict[Kernel, frozenset[Order]] = {
+    "forward": frozenset({"dense", "packed"}),  # packed: head dim 128, sequences of 50 and 462 tokens, out compared
+    "dq": frozenset({"dense"}),  # the same packed sequences ran, without being compared
+    "dkdv": frozenset({"dense"}),  # those ended in an illegal instruction; no zig-zag order has run in any kernel
+}
+"""What a Hopper GPU (H200, 2026-12) has computed right, by kernel; `applies` offers no more."""
 
-def applies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
-    """Whether the kernels can do this problem on a Hopper GPU; the portable ones do everything else.
+
+def applies(kernel: Kernel, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
+    """Whether a kernel can do this problem on a Hopper GPU; the portable one of the same pass does everything else.
 
     Args:
+        kernel: Which; all of them write and read what the portable ones do, so that passes mix.
         problem: The problem.
         q: Its queries.
         k: Its keys.
@@ -36,16 +47,23 @@ def applies(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) 
         others: Further tensors that descriptors must read.
     """
     plain = problem.masked is None and problem.softcap == 0.0 and problem.seed is None and problem.scale > 0.0
-    # TODO(#6): packed sequences and zig-zag order are written, and agree with the definition on the host; packed launches end in
-    # an illegal instruction or access on an H200 (2026-12), zig-zag order has not run there.
-    plain = plain and problem.cu_q is None and problem.cp_size == 1
+    order = order_of(problem)
     return (
         plain
+        and order in SEEN_RIGHT[kernel]
+        and (kernel != "dkdv" or order != "dense" or q.shape[1] % 4 == 0)  # descriptors read lse and delta
         and max(q.shape[3], v.shape[3]) <= _WIDEST
         and q.shape[3] % 8 == v.shape[3] % 8 == 0
         and min(q.numel(), k.numel(), v.numel()) > 0
         and can_use_descriptors(q, k, v, *others)
     )
+
+
+def order_of(problem: Problem) -> Order:
+    """How its tokens lie."""
+    if problem.cp_size > 1:
+        return "zig-zag" if problem.cu_q is None else "packed zig-zag"
+    return "dense" if problem.cu_q is None else "packed"
 
 
 def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem) -> Launch:

@@ -298,5 +298,10 @@ def test_what_the_kernels_cannot_do_goes_to_the_portable_ones(name: str) -> None
     q = torch.empty(batch * 16 * 4 * dim + offset, dtype=torch.bfloat16)[offset:].view(batch, 16, 4, dim)
     k = torch.empty(batch, keys, 2, dim, dtype=torch.bfloat16)
     v = torch.empty(batch, keys, 2, min(dim, 128), dtype=torch.bfloat16)
-    assert hopper.applies(problem, q, k, v) == expected
-    assert not hopper.applies(problem, q, k, v, q[:1].expand(2, 16, 4, dim))  # a gradient that was broadcast
+    for kernel in hopper.SEEN_RIGHT:
+        assert hopper.applies(kernel, problem, q, k, v) == (
+            hopper.order_of(problem) in hopper.SEEN_RIGHT[kernel] and expected
+        )
+        assert not hopper.applies(
+            kernel, problem, q, k, v, q[:1].expand(2, 16, 4, dim)
+        )  # a gradient that was broadcast
