@@ -16,6 +16,9 @@ What is not noticed: a write through `.data` between two forwards of one schedul
 schedule runs; and, in a module that no schedule announces to (outside `decoder.layers`, without fp8 or fp4), one between two
 training forwards under DDP without an optimizer step. torch gives no sign of such a write short of reading the weight again,
 which costs as much as the cast it would save. `begin_step()` or `clear()` after it is the remedy.
+
+CUDA graphs: none of the above runs when a graph is replayed. So while one is captured nothing is reused and nothing kept: the
+graph quantises the weight itself, in every replay and hence in every microbatch.
 """
 
 from __future__ import annotations
@@ -30,8 +33,6 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from primus_turbo_plugin.precision.quantized_tensor import Copies
-
-"""The weight's row copy (for fprop) and its columnwise copy (for dgrad)."""
 
 
 class OptimizerClock:
@@ -136,6 +137,9 @@ class WeightCache:
         if weight.is_inference() or torch.is_inference_mode_enabled():
             # Such a weight has no version, and copies made in this mode may not be saved for a later backward.
             return quantize(row, column)
+        if _is_being_captured(weight):
+            self.clear()  # made before the capture, for no replay to use
+            return quantize(row, column)
         state = self._look(weight, dtype)
         if self._state is None or self._state.facts != state.facts:
             self._state, self._copies = state, (None, None)
@@ -150,3 +154,7 @@ class WeightCache:
         storage = weight.untyped_storage()
         layout = (weight.storage_offset(), weight.stride(), weight.shape, weight.dtype, dtype)
         return _State((storage.data_ptr(), layout, weight._version, self._generation, self.clock.steps), storage)
+
+
+def _is_being_captured(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -207,6 +207,10 @@ class TurboConfig:
         written += [(f"modules[{item.pattern!r}]", item.precision) for item in self.modules if item.precision]
         return tuple(f"{key}: {recipe.name}" for key, recipe in written if recipe.linear().is_quantized)
 
+    def recipes(self) -> tuple[Recipe, ...]:
+        """Every recipe that is named, the general one first."""
+        return (self.precision, *(item.precision for item in self.modules if item.precision))
+
     def attention_quantized_by(self) -> tuple[str, ...]:
         """The settings that ask for quantised attention, as they are written."""
         written = [("attention_precision", self.attention_precision)]

@@ -221,8 +221,7 @@ def _tuning_of_variable(
 
 def _idle_settings(config: TurboConfig) -> list[str]:
     """Settings that change nothing, given the others: seldom what a user meant, so they are said aloud."""
-    recipes = [config.precision, *(item.precision for item in config.modules if item.precision)]
-    linears = [recipe.linear() for recipe in recipes]
+    linears = [recipe.linear() for recipe in config.recipes()]
     is_quantized = any(linear.is_quantized for linear in linears) or bool(config.attention_quantized_by())
     in_use = {
         "bf16_first_layers": is_quantized,

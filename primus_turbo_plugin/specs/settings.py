@@ -76,7 +76,7 @@ def resolve(config: Any, turbo: TurboConfig | None = None) -> TurboConfig:
     _warn_of_unknown(config)
     merged = _with_overlap(config, _with_bf16_layers(config, _with_precision(config, turbo)))
     merged = _with_attention_precision(config, merged)
-    graphs = _graphs_over_quantized(config, merged)
+    graphs = _refused_graphs(config, merged)
     if graphs:
         raise UnsupportedError(f"Megatron settings that this package cannot honour: {', '.join(graphs)}.", graphs)
     return merged
@@ -312,14 +312,21 @@ def _refused_overlap(config: Any, turbo: TurboConfig) -> Iterator[Reason]:
         )
 
 
-def _graphs_over_quantized(config: Any, turbo: TurboConfig) -> dict[str, str]:
-    if turbo.linear != "turbo" or not turbo.quantized_by():
+def _refused_graphs(config: Any, turbo: TurboConfig) -> dict[str, str]:
+    """What cannot be captured in a CUDA graph; other quantised linears quantise their weights inside it."""
+    if turbo.linear != "turbo":
         return {}
-    asked = {name: getattr(config, name, none) for name, none in _GRAPHS.items()}
+    stochastic = [recipe.name for recipe in turbo.recipes() if recipe.linear().is_stochastic]
+    if stochastic:
+        why = f"stochastic rounding ({stochastic[0]}): a graph would replay its random bits in every step. Set rounding: nearest"
+    elif (asked := megatron_recipe(config)) is not None:
+        why = f"{asked[0]}: Megatron would capture state of Transformer Engine. Name the recipe by --turbo-precision"
+    else:
+        return {}
+    graphs = {name: getattr(config, name, none) for name, none in _GRAPHS.items()}
     return {
-        name: f"{value!r} with {turbo.quantized_by()[0]}: a captured graph would replay the quantised weights of the step it was "
-        "captured in. Set --cuda-graph-impl none, or 'precision: bf16'."
-        for name, value in asked.items()
+        name: f"{value!r} with {why}, or --cuda-graph-impl none."
+        for name, value in graphs.items()
         if value != _GRAPHS[name]
     }
 

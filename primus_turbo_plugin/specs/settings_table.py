@@ -184,8 +184,8 @@ CONDITIONAL: Mapping[str, str] = {
     "first_last_layers_bf16": "-> bf16_first_layers, bf16_last_layers",
     "num_layers_at_start_in_bf16": "-> bf16_first_layers, where `first_last_layers_bf16` is set",
     "num_layers_at_end_in_bf16": "-> bf16_last_layers, where `first_last_layers_bf16` is set",
-    "cuda_graph_impl": "refused where a module is quantised: a captured graph would replay the first step's weights; beside "
-    "overlap only with 'transport: sdma'",
+    "cuda_graph_impl": "a quantised weight is quantised inside the graph, in every microbatch; refused with stochastic rounding, "
+    "with `fp8` and `fp4` (name the recipe by --turbo-precision), and beside overlap but with 'transport: sdma'",
     "enable_cuda_graph": "as `cuda_graph_impl`",
     "external_cuda_graph": "as `cuda_graph_impl`",
     "attention_backend": "auto; local needs 'attention: megatron', the others 'attention: transformer_engine'",

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
+from primus_turbo_plugin.functional import weight_cache
 from primus_turbo_plugin.functional.weight_cache import OptimizerClock, WeightCache, optimizer_clock
 from primus_turbo_plugin.kernels.reference.quantize import quantize
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
@@ -183,3 +184,33 @@ def test_copies_made_in_inference_mode_serve_no_training(layer: _Layer) -> None:
     assert not row.data.is_inference()
     assert not column.block_scale.is_inference()
     assert layer.made == [(True, True), (True, True)]
+
+
+def test_a_graph_that_is_captured_quantises_the_weight_itself(layer: _Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the cache runs at a replay: what a graph reused would be the weight of the step it was captured in."""
+    layer.copies()
+    monkeypatch.setattr(weight_cache, "_is_being_captured", lambda weight: True)
+    for _ in range(2):
+        layer.assert_fresh()
+    assert len(layer.made) == 3
+    assert layer.cache.tensors() == []
+    monkeypatch.undo()
+    layer.assert_fresh()
+    layer.assert_fresh()
+    assert len(layer.made) == 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch sees none")
+def test_a_replay_has_the_weight_of_the_hour(layer: _Layer) -> None:
+    layer.weight = Parameter(layer.weight.detach().cuda())
+    for _ in range(2):  # the cache holds copies when the capture begins
+        layer.copies()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        row, _ = layer.copies()
+    assert row is not None
+    for factor in (3.0, -0.5):
+        layer.weight.data.mul_(factor)
+        graph.replay()
+        assert torch.equal(row.dequantize(), quantize(layer.weight.detach(), SPEC).dequantize())

@@ -271,12 +271,23 @@ def test_report_says_which_experts_run() -> None:
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-def test_captured_graphs_over_quantised_weights_are_refused(impl: str) -> None:
-    """The graph would replay the quantised weights of the step in which it was captured."""
+def test_captured_graphs_take_quantised_linears_but_no_random_bits_and_no_state_of_transformer_engine(
+    impl: str,
+) -> None:
     cfg = with_settings(cuda_graph_impl=impl)
-    with pytest.raises(UnsupportedError, match=rf"cuda_graph_impl: '{impl}' with precision: mxfp4"):
-        resolve(cfg, TurboConfig.from_dict({"precision": "mxfp4"}))
     resolve(cfg)
+    resolve(cfg, TurboConfig.from_dict({"precision": "mxfp4"}))
+    random = TurboConfig.from_dict(
+        {"modules": {"*.linear_fc2": {"precision": {"preset": "mxfp4", "dy": {"rounding": "stochastic"}}}}}
+    )
+    with pytest.raises(UnsupportedError, match="cuda_graph_impl") as refusal:
+        resolve(cfg, random)
+    assert "Set rounding: nearest" in refusal.value.reasons["cuda_graph_impl"]
+    resolve(cfg, dataclasses.replace(random, linear="megatron", modules=()))
+    with pytest.raises(UnsupportedError, match="cuda_graph_impl") as refusal:
+        resolve(with_settings(cuda_graph_impl=impl, fp8="e4m3", fp8_recipe="mxfp8"))
+    assert "--turbo-precision" in refusal.value.reasons["cuda_graph_impl"]
+    resolve(with_settings(fp8="e4m3", fp8_recipe="mxfp8"))
 
 
 @pytest.mark.parametrize(
