@@ -69,6 +69,7 @@ def check(args: argparse.Namespace) -> ResolvedConfig:
     _check_positive(args)
     _check_parallelism(args, turbo)
     _check_experts(args)
+    _check_cuda_graphs(args)
     _check_batch(args)
     _check_data(args)
     _check_paths(args)
@@ -131,6 +132,13 @@ def _check_experts(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--expert-tensor-parallel-size {etp}: gathers a different number of tokens from every rank, which gloo cannot. "
             "Pass --expert-tensor-parallel-size 1 with --device cpu."
+        )
+
+
+def _check_cuda_graphs(args: argparse.Namespace) -> None:
+    if args.device == "cpu" and getattr(args, "cuda_graph_impl", "none") != "none":
+        raise ConfigError(
+            f"--cuda-graph-impl {args.cuda_graph_impl}: a CPU captures no graphs. Leave it out with --device cpu."
         )
 
 

@@ -126,6 +126,7 @@ def _check(argv: list[str], world_size: int) -> None:
         (tiny_gpt(context_parallel_size=2, seq_length=34), 2, "must be a multiple of 4"),
         (tiny_gpt(global_batch_size=6), 2, "x 2 data-parallel ranks = 4. Take 8."),
         (tiny_gpt("--num-experts", "4", tensor_model_parallel_size=2), 2, "Pass --expert-tensor-parallel-size 1"),
+        (tiny_gpt("--cuda-graph-impl", "local"), 1, "Leave it out with --device cpu"),
     ],
 )
 def test_sizes_that_do_not_fit_the_ranks_are_refused(argv: list[str], world_size: int, words: str) -> None:
