@@ -28,9 +28,12 @@ Kernel = Literal["forward", "dq", "dkdv"]
 Order = Literal["dense", "packed", "zig-zag", "packed zig-zag"]
 # TODO(#6): the kernels are written for all four, and their index arithmetic agrees with the definition on the host.
 SEEN_RIGHT: dict[Kernel, frozenset[Order]] = {
-    "forward": frozenset({"dense", "packed"}),  # packed: head dim 128, sequences of 50 and 462 tokens, out compared
-    "dq": frozenset({"dense"}),  # the same packed sequences ran, without being compared
-    "dkdv": frozenset({"dense"}),  # those ended in an illegal instruction; no zig-zag order has run in any kernel
+    # Packed: sequences of 50 and 462 tokens, head dim 128; out was compared.
+    "forward": frozenset({"dense", "packed"}),
+    # The same packed sequences ran, but were not compared.
+    "dq": frozenset({"dense"}),
+    # The same ended in an illegal instruction; `load_run`, which was written for that, has not run yet.
+    "dkdv": frozenset({"dense"}),
 }
 """What a Hopper GPU (H200, 2026-12) has computed right, by kernel; `applies` offers no more."""
 
@@ -111,7 +114,7 @@ def dkdv_launch(
     chunk = max(1, _multiprocessors(q) // slots)  # measured: as many groups take turns as fill the GPU once
     args = {
         **descriptors, "v_desc": descriptor(v, keys, v_width, problem), "g_desc": descriptor(dout, block_m, v_width, problem),
-        "lse_desc": _row_descriptor(lse2, block_m), "delta_desc": _row_descriptor(delta, block_m), "dk": dk, "dv": dv,
+        "lse2": _runs(lse2, block_m, problem), "delta": _runs(delta, block_m, problem), "dk": dk, "dv": dv,
         **_numbers(q, k, problem), "slots": slots, "chunk": min(chunk, lanes), "lanes": lanes, "splits": splits,
         "dim": q.shape[3], "v_dim": v.shape[3],
         **{f"stride_{name}{axis}": x.stride(i) for name, x in (("dk", dk), ("dv", dv)) for i, axis in enumerate("pbsh")},
@@ -203,10 +206,12 @@ def _tail(x: Tensor, width: int) -> int:
     return 64 if x.shape[3] > width else 0
 
 
-def _row_descriptor(x: Tensor, rows: int) -> Any:
-    """x fp32 `[batch, heads, queries]`, contiguous, in runs of `rows` queries of one head."""
+def _runs(x: Tensor, rows: int, problem: Problem) -> Any:
+    """x fp32 `[batch, heads, queries]`, contiguous, in runs of `rows` queries of one head; x itself where they start anywhere."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    if order_of(problem) != "dense":
+        return x
     batch, heads, queries = x.shape
     return TensorDescriptor(x, [batch * heads, queries], [queries, 1], [1, rows], _layout(0, 32, 2))
 
@@ -236,7 +241,8 @@ def _chunk(elements: int) -> int:
 def _pieces(problem: Problem) -> Any:
     from primus_turbo_plugin.kernels.triton.attention_hopper_pieces import Pieces
 
-    return Pieces(packed=problem.cu_q is not None, zigzag=problem.cp_size > 1)
+    order = order_of(problem)
+    return Pieces(packed="packed" in order, zigzag="zig-zag" in order, odd_starts=order != "dense")
 
 
 def _multiprocessors(q: Tensor) -> int:

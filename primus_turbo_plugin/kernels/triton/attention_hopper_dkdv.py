@@ -7,7 +7,7 @@ Layout    a program: 128 keys of one group, 64 for each of two warpgroups, throu
           this one is done
 Cost      8 * D FLOPs a visible score on the matrix units, 1 exponential
 Numerics  as attention_bwd.py: fixed order of every sum
-Limits    as attention_hopper_fwd.py; queries in multiples of 4 (descriptors read lse and delta)
+Limits    as attention_hopper_fwd.py; dense batches: queries in multiples of 4 (descriptors read lse and delta)
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from primus_turbo_plugin.kernels.triton.attention_hopper_pieces import (
 )
 from primus_turbo_plugin.kernels.triton.attention_hopper_tile import (
     ROWS,
+    RUN_LAYOUT,
     barriers,
     copy_rows,
+    load_run,
     load_tile,
     ring,
     tile_2d,
@@ -60,9 +62,9 @@ def _differentiate(
     acc_v = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
     each = blocks_of_a_head(runs, META)
     number = each * heads_each
-    mbarrier.wait(kv_full, 0)
     scores = zero
     if number > 0:
+        mbarrier.wait(kv_full, 0)
         mbarrier.wait(q_full.index(0), 0)
         q = tile_2d(q_ring.index(0), DTYPE, BLOCK_M, D)
         scores = warpgroup_mma(k_half, q.permute((1, 0)), zero, use_acc=False, is_async=False)
@@ -103,44 +105,58 @@ def _differentiate(
 
 @gluon.jit
 def _copy(
-    q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, k_tile, v_tile, q_ring, g_ring, lse_ring, delta_ring,
-    kv_full, q_full, q_empty, g_full, g_empty, batch, group, first_head, heads, first, k_start, k_len, runs, heads_each,
+    q_desc, k_desc, v_desc, g_desc, lse2, delta, k_tile, v_tile, q_ring, g_ring, lse_ring, delta_ring,
+    kv_full, q_full, q_empty, g_full, g_empty, batch, group, first_head, heads, q_tokens, first, k_start, k_len, runs, heads_each,
     META: gl.constexpr,
 ):  # fmt: skip
     """The warp that keeps the ring full."""
     SLOTS: gl.constexpr = q_ring.shape[0]
     BLOCK_M: gl.constexpr = q_ring.shape[-3]
     D: gl.constexpr = q_ring.shape[-1]
-    mbarrier.expect(kv_full, 2 * 2 * ROWS * D * 2)
-    copy_rows(k_desc, batch, k_start, k_len, first, group, 0, kv_full, k_tile, META)
-    copy_rows(v_desc, batch, k_start, k_len, first, group, 0, kv_full, v_tile, META)
     each = blocks_of_a_head(runs, META)
-    for j in range(each * heads_each):
+    number = each * heads_each
+    if number > 0:
+        mbarrier.expect(kv_full, 2 * 2 * ROWS * D * 2)
+        copy_rows(k_desc, batch, k_start, k_len, first, group, 0, kv_full, k_tile, META)
+        copy_rows(v_desc, batch, k_start, k_len, first, group, 0, kv_full, v_tile, META)
+    for j in range(number):
         slot = j % SLOTS
         phase = ((j // SLOTS) & 1) ^ 1
         index, block, q_start, q_len, _full_low, _full_high, _near, _far = query_block(j, runs, each, META)
         head, row = first_head + index, block * BLOCK_M
         line = batch * heads + head
+        if META.odd_starts:
+            run_lse = load_run(lse2, line, q_tokens, q_start, q_len, row, BLOCK_M)
+            run_delta = load_run(delta, line, q_tokens, q_start, q_len, row, BLOCK_M)
         mbarrier.wait(q_empty.index(slot), phase)
         mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2)
         copy_rows(q_desc, batch, q_start, q_len, row, head, 0, q_full.index(slot), q_ring.index(slot), META)
         mbarrier.wait(g_empty.index(slot), phase)
         full = g_full.index(slot)
-        mbarrier.expect(full, BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
-        copy_rows(g_desc, batch, q_start, q_len, row, head, 0, full, g_ring.index(slot), META)
-        load_tile(lse_desc, [line, q_start + row], full, lse_ring.index(slot))
-        load_tile(delta_desc, [line, q_start + row], full, delta_ring.index(slot))
+        if META.odd_starts:
+            mbarrier.expect(full, BLOCK_M * D * 2)
+            copy_rows(g_desc, batch, q_start, q_len, row, head, 0, full, g_ring.index(slot), META)
+            lse_ring.index(slot).store(run_lse)
+            delta_ring.index(slot).store(run_delta)
+            mbarrier.arrive(full, count=1)
+        else:
+            mbarrier.expect(full, BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
+            copy_rows(g_desc, batch, q_start, q_len, row, head, 0, full, g_ring.index(slot), META)
+            load_tile(lse2, [line, q_start + row], full, lse_ring.index(slot))
+            load_tile(delta, [line, q_start + row], full, delta_ring.index(slot))
 
 
 @gluon.jit
 def attention_hopper_dkdv_kernel(
-    q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, dk, dv, cu_q, starts_q, cu_k, starts_k,
+    q_desc, k_desc, v_desc, g_desc, lse2, delta, dk, dv, cu_q, starts_q, cu_k, starts_k,
     slots, chunk, lanes, splits, heads, groups, q_tokens, k_tokens, sequences, cp_rank, cp_size,
     left, right, scale, grad_scale, dim, v_dim,
     stride_dkp, stride_dkb, stride_dks, stride_dkh, stride_dvp, stride_dvb, stride_dvs, stride_dvh,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, META: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Programs: batch * groups * splits * slots of 128 keys; splits as `attention_dkdv_kernel` has them."""
+    """Programs: batch * groups * splits * slots of 128 keys; splits as `attention_dkdv_kernel` has them. A program without a
+    block of queries, as one without keys is, copies nothing and writes zeros, if anything. `lse2` and `delta` are descriptors of
+    runs of queries, or pointers where META says odd_starts."""
     lengths = (0, 0, 0, 0)  # a tuple of arguments takes no None
     if META.packed:
         lengths = (cu_q, starts_q, cu_k, starts_k)
@@ -149,8 +165,6 @@ def attention_hopper_dkdv_kernel(
     batch, group, split, sequence, first, k_start, k_len, room = key_tile(
         gl.program_id(0), lengths, sizes, META, 2 * ROWS
     )
-    if first >= room:
-        return
     first_head = group * (heads // groups) + split * heads_each
     runs = query_runs(sequence, first, k_len, lengths, sizes, left, right, META, LEFT, RIGHT, 2 * ROWS, BLOCK_M)
     start = k_start.to(gl.int64)
@@ -162,11 +176,11 @@ def attention_hopper_dkdv_kernel(
     v_tile = gl.allocate_shared_memory(v_desc.dtype, v_desc.block_shape, v_desc.layout)
     q_ring = ring(q_desc, SLOTS)
     g_ring = ring(g_desc, SLOTS)
-    lse_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BLOCK_M], lse_desc.layout)
-    delta_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BLOCK_M], delta_desc.layout)
+    lse_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BLOCK_M], RUN_LAYOUT)
+    delta_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BLOCK_M], RUN_LAYOUT)
     kv_full = barriers(1, 1).index(0)
     q_full, q_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
-    g_full, g_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
+    g_full, g_empty = barriers(SLOTS, 2 if META.odd_starts else 1), barriers(SLOTS, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -181,8 +195,8 @@ def attention_hopper_dkdv_kernel(
                 dim, v_dim, stride_dks, stride_dvs, LEFT, RIGHT, META,
             )),
             (_copy, (
-                q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, k_tile, v_tile, q_ring, g_ring, lse_ring, delta_ring,
-                kv_full, q_full, q_empty, g_full, g_empty, batch, group, first_head, heads, first, k_start, k_len, runs,
+                q_desc, k_desc, v_desc, g_desc, lse2, delta, k_tile, v_tile, q_ring, g_ring, lse_ring, delta_ring,
+                kv_full, q_full, q_empty, g_full, g_empty, batch, group, first_head, heads, q_tokens, first, k_start, k_len, runs,
                 heads_each, META,
             )),
         ],

@@ -30,8 +30,10 @@ from primus_turbo_plugin.kernels.triton.attention_hopper_pieces import (
 )
 from primus_turbo_plugin.kernels.triton.attention_hopper_tile import (
     ROWS,
+    RUN_LAYOUT,
     barriers,
     copy_rows,
+    load_run,
     load_tile,
     ring,
     tile_2d,
@@ -76,9 +78,9 @@ def _differentiate_values(
     acc = gl.zeros([ROWS, DV], gl.float32, O_LAYOUT)
     each = blocks_of_a_head(runs, META)
     number = each * heads_each
-    mbarrier.wait(kv_full, 0)
     scores = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
     if number > 0:
+        mbarrier.wait(kv_full, 0)
         mbarrier.wait(q_full.index(0), 0)
         scores = _keys_by_queries(k_tile, k_tail, q_ring, q_tail_ring, 0, TAIL, False)
     for j in range(number):
@@ -132,9 +134,9 @@ def _differentiate_keys(
     acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
     acc_tail = gl.zeros([ROWS, max(TAIL, 16)], gl.float32, T_LAYOUT)
     values = tile_2d(v_tile, DTYPE, ROWS, DV)
-    mbarrier.wait(kv_full, 0)
     dp = zero
     if number > 0:
+        mbarrier.wait(kv_full, 0)
         mbarrier.wait(g_full.index(0), 0)
         g = tile_2d(g_ring.index(0), DTYPE, BLOCK_M, DV)
         dp = warpgroup_mma(values, g.permute((1, 0)), zero, use_acc=False, is_async=False)
@@ -177,9 +179,9 @@ def _differentiate_keys(
 
 @gluon.jit
 def _copy(
-    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, g_desc, lse_desc, delta_desc,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, g_desc, lse2, delta,
     k_tile, k_tail, v_tile, q_ring, q_tail_ring, g_ring, lse_ring, delta_ring,
-    kv_full, q_full, q_empty, g_full, g_empty, batch, group, first_head, heads, first, k_start, k_len, runs, heads_each,
+    kv_full, q_full, q_empty, g_full, g_empty, batch, group, first_head, heads, q_tokens, first, k_start, k_len, runs, heads_each,
     TAIL: gl.constexpr, META: gl.constexpr,
 ):  # fmt: skip
     """The warp that keeps the ring full."""
@@ -187,50 +189,61 @@ def _copy(
     BLOCK_M: gl.constexpr = q_ring.shape[-3]
     D: gl.constexpr = q_ring.shape[-1]
     DV: gl.constexpr = g_ring.shape[-1]
-    mbarrier.expect(kv_full, ROWS * (D + TAIL + DV) * 2)
-    copy_rows(k_desc, batch, k_start, k_len, first, group, 0, kv_full, k_tile, META)
-    if TAIL > 0:
-        copy_rows(k_tail_desc, batch, k_start, k_len, first, group, D, kv_full, k_tail, META)
-    copy_rows(v_desc, batch, k_start, k_len, first, group, 0, kv_full, v_tile, META)
     each = blocks_of_a_head(runs, META)
-    for j in range(each * heads_each):
+    number = each * heads_each
+    if number > 0:
+        mbarrier.expect(kv_full, ROWS * (D + TAIL + DV) * 2)
+        copy_rows(k_desc, batch, k_start, k_len, first, group, 0, kv_full, k_tile, META)
+        if TAIL > 0:
+            copy_rows(k_tail_desc, batch, k_start, k_len, first, group, D, kv_full, k_tail, META)
+        copy_rows(v_desc, batch, k_start, k_len, first, group, 0, kv_full, v_tile, META)
+    for j in range(number):
         slot = j % SLOTS
         phase = ((j // SLOTS) & 1) ^ 1
         index, block, q_start, q_len, _full_low, _full_high, _near, _far = query_block(j, runs, each, META)
         head, row = first_head + index, block * BLOCK_M
         line = batch * heads + head
+        if META.odd_starts:
+            run_lse = load_run(lse2, line, q_tokens, q_start, q_len, row, BLOCK_M)
+            run_delta = load_run(delta, line, q_tokens, q_start, q_len, row, BLOCK_M)
         mbarrier.wait(q_empty.index(slot), phase)
         full = q_full.index(slot)
-        mbarrier.expect(full, BLOCK_M * (D + TAIL) * 2 + BLOCK_M * 4)
+        mbarrier.expect(full, BLOCK_M * (D + TAIL) * 2 + (0 if META.odd_starts else BLOCK_M * 4))
         copy_rows(q_desc, batch, q_start, q_len, row, head, 0, full, q_ring.index(slot), META)
         if TAIL > 0:
             copy_rows(q_tail_desc, batch, q_start, q_len, row, head, D, full, q_tail_ring.index(slot), META)
-        load_tile(lse_desc, [line, q_start + row], full, lse_ring.index(slot))
+        if META.odd_starts:
+            lse_ring.index(slot).store(run_lse)
+            mbarrier.arrive(full, count=1)
+        else:
+            load_tile(lse2, [line, q_start + row], full, lse_ring.index(slot))
         mbarrier.wait(g_empty.index(slot), phase)
         full = g_full.index(slot)
-        mbarrier.expect(full, BLOCK_M * DV * 2 + BLOCK_M * 4)
+        mbarrier.expect(full, BLOCK_M * DV * 2 + (0 if META.odd_starts else BLOCK_M * 4))
         copy_rows(g_desc, batch, q_start, q_len, row, head, 0, full, g_ring.index(slot), META)
-        load_tile(delta_desc, [line, q_start + row], full, delta_ring.index(slot))
+        if META.odd_starts:
+            delta_ring.index(slot).store(run_delta)
+            mbarrier.arrive(full, count=1)
+        else:
+            load_tile(delta, [line, q_start + row], full, delta_ring.index(slot))
 
 
 @gluon.jit
 def attention_hopper_dkdv_wide_kernel(
-    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, g_desc, lse_desc, delta_desc, dk, dv, cu_q, starts_q, cu_k, starts_k,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, g_desc, lse2, delta, dk, dv, cu_q, starts_q, cu_k, starts_k,
     slots, chunk, lanes, splits, heads, groups, q_tokens, k_tokens, sequences, cp_rank, cp_size,
     left, right, scale, grad_scale, dim, v_dim,
     stride_dkp, stride_dkb, stride_dks, stride_dkh, stride_dvp, stride_dvb, stride_dvs, stride_dvh,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, META: gl.constexpr,
     BLOCK_M: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, DV: gl.constexpr, SLOTS: gl.constexpr, P_SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Programs: batch * groups * splits * slots of 64 keys; splits as `attention_dkdv_kernel` has them."""
+    """Programs: batch * groups * splits * slots of 64 keys; all else as `attention_hopper_dkdv_kernel` has it."""
     lengths = (0, 0, 0, 0)  # a tuple of arguments takes no None
     if META.packed:
         lengths = (cu_q, starts_q, cu_k, starts_k)
     heads_each = heads // groups // splits
     sizes = (slots, chunk, lanes, splits, groups, q_tokens, k_tokens, sequences, cp_rank, cp_size)
     batch, group, split, sequence, first, k_start, k_len, room = key_tile(gl.program_id(0), lengths, sizes, META, ROWS)
-    if first >= room:
-        return
     first_head = group * (heads // groups) + split * heads_each
     runs = query_runs(sequence, first, k_len, lengths, sizes, left, right, META, LEFT, RIGHT, ROWS, BLOCK_M)
     start = k_start.to(gl.int64)
@@ -249,11 +262,12 @@ def attention_hopper_dkdv_wide_kernel(
     # Swizzled so that the four rows that half a warp stores at once lie in different banks.
     P_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, order=[1, 0])
     p_ring = gl.allocate_shared_memory(gl.float32, [P_SLOTS, ROWS, BLOCK_M], P_LAYOUT)
-    lse_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BLOCK_M], lse_desc.layout)
-    delta_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BLOCK_M], delta_desc.layout)
+    lse_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BLOCK_M], RUN_LAYOUT)
+    delta_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BLOCK_M], RUN_LAYOUT)
     kv_full = barriers(1, 1).index(0)
-    q_full, q_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
-    g_full, g_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
+    FILLS: gl.constexpr = 2 if META.odd_starts else 1  # arrivals that say that a slot is full
+    q_full, q_empty = barriers(SLOTS, FILLS), barriers(SLOTS, 2)
+    g_full, g_empty = barriers(SLOTS, FILLS), barriers(SLOTS, 2)
     p_full, p_empty = barriers(P_SLOTS, 1), barriers(P_SLOTS, 1)
     fence_async_shared()
     gl.warp_specialize(
@@ -269,10 +283,10 @@ def attention_hopper_dkdv_wide_kernel(
                 dk, first, blocks_of_a_head(runs, META) * heads_each, room, grad_scale, dim, stride_dks, TAIL,
             )),
             (_copy, (
-                q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, g_desc, lse_desc, delta_desc,
+                q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, g_desc, lse2, delta,
                 k_tile, k_tail, v_tile, q_ring, q_tail_ring, g_ring, lse_ring, delta_ring,
-                kv_full, q_full, q_empty, g_full, g_empty, batch, group, first_head, heads, first, k_start, k_len, runs,
-                heads_each, TAIL, META,
+                kv_full, q_full, q_empty, g_full, g_empty, batch, group, first_head, heads, q_tokens, first, k_start, k_len,
+                runs, heads_each, TAIL, META,
             )),
         ],
         [4, 1],

@@ -9,7 +9,7 @@ Layout    a tile: 128 queries of one head, 64 for each of two warpgroups; one mo
 Cost      4 * D FLOPs a visible score on the matrix units, 1 exponential
 Numerics  as attention_fwd.py: fixed order of every sum
 Limits    Triton 3.6 or newer, compute capability 9.0; dim and v_dim to 256 in steps of 8; causality, windows and sinks, no
-          other feature (packed and zig-zag order are not offered yet: `applies`); descriptors must be able to read q, k and
+          other feature (packed and zig-zag order as far as `SEEN_RIGHT` says); descriptors must be able to read q, k and
           v in place
 """
 

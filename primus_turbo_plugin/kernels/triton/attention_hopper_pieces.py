@@ -18,6 +18,8 @@ class Pieces(NamedTuple):
 
     packed: bool
     zigzag: bool
+    odd_starts: bool = False
+    """Sequences, or halves of them, may start at any query: for who reads fp32 rows by descriptors."""
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ ROWS = gl.constexpr(64)  # of a warpgroup
 # Triton 3.9 renamed both.
 load_tile = tma.async_load if "async_load" in dir(tma) else tma.async_copy_global_to_shared
 REINTERPRET_IS_PUBLIC = gl.constexpr("reinterpret" in dir(gl.shared_memory_descriptor))
+RUN_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2))  # of `[1, queries]`
 
 
 @gluon.jit
@@ -46,6 +47,19 @@ def copy_rows(desc, batch, start, length, row, head, FIRST_COLUMN: gl.constexpr,
         load_tile(desc, [start + length, desc.shape[1] - length + row, head, FIRST_COLUMN], barrier, buffer)
     else:
         load_tile(desc, [batch, start + row, head, FIRST_COLUMN], barrier, buffer)
+
+
+@gluon.jit
+def load_run(numbers, line, tokens, start, length, row, QUERIES: gl.constexpr):
+    """fp32 `[1, QUERIES]` by one warp: those of a head's queries row, row + 1, ..., beyond the sequence its last.
+
+    For sequences that start anywhere. A descriptor copies from multiples of 16 bytes only, counted in its last dimension: from
+    elsewhere Hopper raises an illegal instruction.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0])
+    rows = gl.minimum(row + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, LAYOUT)), length - 1)
+    places = numbers + (line.to(gl.int64) * tokens + start) + rows
+    return gl.expand_dims(gl.load(places), 0)
 
 
 @gluon.jit
