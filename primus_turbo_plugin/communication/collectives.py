@@ -57,9 +57,21 @@ class Pending(Generic[T]):
         return self._finish()
 
 
+class _Ready(Pending[T]):
+    """A result that is there."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def wait(self) -> T:
+        return self._result
+
+
 def ready(result: T) -> Pending[T]:
     """A result that needs no transfer."""
-    return Pending(lambda: result)
+    return _Ready(result)
 
 
 def group_size(group: Group | None) -> int:

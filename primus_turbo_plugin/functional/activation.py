@@ -17,12 +17,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from primus_turbo_plugin.errors import ShapeError
-from primus_turbo_plugin.functional.fused_quantize import fused_backend, fusion_refusal
+from primus_turbo_plugin.functional.fused_quantize import front_backend
 from primus_turbo_plugin.functional.linear_call import LinearCall
-from primus_turbo_plugin.functional.linear_kernels import operand_specs
+from primus_turbo_plugin.functional.linear_kernels import Specs
 from primus_turbo_plugin.kernels.reference.fused import swiglu_bwd, swiglu_fwd
-from primus_turbo_plugin.kernels.registry import Backend
-from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
 
@@ -59,12 +57,10 @@ def swiglu_input(x: Tensor, call: LinearCall, *, with_wgrad: bool) -> tuple[Tens
     if x.dim() != 2 or x.shape[1] % 2:
         raise ShapeError(f"swiglu_input: x must be [tokens, 2 * in], gate then up, got {list(x.shape)}.")
     hidden = x.shape[1] // 2
-    if fusion_refusal("swiglu", x, hidden, call, with_wgrad=with_wgrad) is not None:
+    fused = front_backend("swiglu", x, hidden, call, with_wgrad=with_wgrad)
+    if isinstance(fused, str):
         return swiglu(x), call
-    row, column = operand_specs(call.plan, "x")
-    specs = (row, column if with_wgrad else None)
-    fused = fused_backend(call.kernels, "x", "swiglu", x, hidden, specs, None)
-    assert isinstance(fused, Backend)
+    specs = call.kernels.wanted_specs("x", row=True, column=with_wgrad)
     copies: list[QuantizedTensor | None] = []
     stand_in = _SwigluQuantize.apply(x, fused.kernels, specs, call, copies)
     return stand_in, replace(call, x_copies=(copies[0], copies[1]))
@@ -93,7 +89,7 @@ class _SwigluQuantize(Function):
         ctx: Any,
         x: Tensor,
         fused: Any,
-        specs: tuple[QuantSpec | None, QuantSpec | None],
+        specs: Specs,
         call: LinearCall,
         copies: list[QuantizedTensor | None],
     ) -> Tensor:

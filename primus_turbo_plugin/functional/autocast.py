@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -13,6 +17,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def no_autocast(x: Tensor) -> torch.autocast:
-    """A context in which autocast leaves alone what runs on x's device."""
-    return torch.autocast(x.device.type, enabled=False)
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context in which autocast leaves alone what runs on x's device. Nothing, and free, where autocast is off."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING

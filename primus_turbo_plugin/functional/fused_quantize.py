@@ -15,7 +15,6 @@ memory takes the normed tensor's place in autograd, so that the linear's dx arri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,9 +26,8 @@ from torch.autograd.function import once_differentiable
 from primus_turbo_plugin.communication.quantized import shards_align
 from primus_turbo_plugin.functional.autocast import compute_dtype
 from primus_turbo_plugin.functional.linear_call import LinearCall
-from primus_turbo_plugin.functional.linear_kernels import LinearKernels, operand_specs
-from primus_turbo_plugin.functional.norm import rms_norm
-from primus_turbo_plugin.kernels.norm import NormRequest
+from primus_turbo_plugin.functional.linear_kernels import LinearKernels, Specs
+from primus_turbo_plugin.functional.norm import Kernels, choose, rms_norm
 from primus_turbo_plugin.kernels.registry import Backend, default_registry
 from primus_turbo_plugin.kernels.requests import FusedQuantizeRequest
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
@@ -44,7 +42,7 @@ def rms_norm_input(
     *,
     zero_centered_gamma: bool,
     with_wgrad: bool,
-    kernels: Sequence[str] | None = None,
+    kernels: Kernels = None,
 ) -> tuple[Tensor, LinearCall]:
     """What `linear` takes for x = rms_norm(x): the normed tensor, or a stand-in for it and a call that holds its copies.
 
@@ -55,32 +53,30 @@ def rms_norm_input(
         call: The linear's call.
         zero_centered_gamma: gamma = 1 + weight.
         with_wgrad: Whether the linear's wgrad will run: then its columnwise copy is made too.
-        kernels: Backends of the norm, first choice first; None for the registry's order.
+        kernels: Backends of the norm, first choice first, or a choice that is kept; None for the registry's order.
 
     Returns:
         The tensor and the call to hand to `linear`.
     """
-    row, column = operand_specs(call.plan, "x")
-    specs = (row, column if with_wgrad else None)
-    reason = norm_fusion_refusal(x, gamma, call, with_wgrad=with_wgrad)
-    if reason is not None:
+    fused = front_backend("rms_norm", x, x.shape[1], call, with_wgrad=with_wgrad, weight_dtype=gamma.dtype)
+    if isinstance(fused, str):
         return rms_norm(x, gamma, eps, zero_centered_gamma=zero_centered_gamma, kernels=kernels), call
-    fused = fused_backend(call.kernels, "x", "rms_norm", x, x.shape[1], specs, gamma.dtype)
-    assert isinstance(fused, Backend)
-    norm = default_registry().select("norm", NormRequest.of("rms_norm", x, gamma), kernels)
+    specs = call.kernels.wanted_specs("x", row=True, column=with_wgrad)
+    norm = choose("rms_norm", x, gamma, kernels)
     copies: list[QuantizedTensor | None] = []
     stand_in = _NormQuantize.apply(
-        x, gamma, eps, zero_centered_gamma, fused.kernels, norm.kernels, specs, call, copies, torch.is_grad_enabled()
+        x, gamma, eps, zero_centered_gamma, fused.kernels, norm, specs, call, copies, torch.is_grad_enabled()
     )
     return stand_in, replace(call, x_copies=(copies[0], copies[1]))
 
 
 def norm_fusion_refusal(x: Tensor, gamma: Tensor, call: LinearCall, *, with_wgrad: bool) -> str | None:
     """Why an RMS norm in front of this linear runs apart, or None."""
-    return fusion_refusal("rms_norm", x, x.shape[1], call, with_wgrad=with_wgrad, weight_dtype=gamma.dtype)
+    found = front_backend("rms_norm", x, x.shape[1], call, with_wgrad=with_wgrad, weight_dtype=gamma.dtype)
+    return found if isinstance(found, str) else None
 
 
-def fusion_refusal(
+def front_backend(
     kind: Literal["rms_norm", "swiglu"],
     x: Tensor,
     features: int,
@@ -88,8 +84,8 @@ def fusion_refusal(
     *,
     with_wgrad: bool,
     weight_dtype: torch.dtype | None = None,
-) -> str | None:
-    """Why an op in front of a linear runs apart, or None.
+) -> Backend[FusedQuantizeRequest] | str:
+    """The kernels that compute the op in front of a linear and quantise, or why it runs apart.
 
     Args:
         kind: The op.
@@ -99,7 +95,7 @@ def fusion_refusal(
         with_wgrad: Whether the linear's wgrad will run.
         weight_dtype: dtype of the norm's weight.
     """
-    row, column = operand_specs(call.plan, "x")
+    row, column = call.kernels.specs["x"]
     if row is None or (with_wgrad and column is None):
         return "the linear needs x unquantised as well"
     if not compute_dtype(x) == x.dtype == call.kernels.dtype:
@@ -112,8 +108,7 @@ def fusion_refusal(
             aligned = aligned and shards_align(column, (features, tokens), "contraction")
         if not aligned:
             return "blocks lie across ranks, so that x is gathered before it is quantised"
-    fused = fused_backend(call.kernels, "x", kind, x, features, (row, column if with_wgrad else None), weight_dtype)
-    return fused if isinstance(fused, str) else None
+    return fused_backend(call.kernels, "x", kind, x, features, column=with_wgrad, weight_dtype=weight_dtype)
 
 
 def quantize_gradient(
@@ -160,7 +155,7 @@ def gradient_sum(call: LinearCall, dy: Tensor) -> Tensor:
 
 
 def _gradient_backend(call: LinearCall, dy: Tensor) -> Backend[FusedQuantizeRequest] | str:
-    return fused_backend(call.kernels, "dy", "sums", dy, dy.shape[1], operand_specs(call.plan, "dy"), None)
+    return fused_backend(call.kernels, "dy", "sums", dy, dy.shape[1])
 
 
 def fused_backend(
@@ -169,10 +164,38 @@ def fused_backend(
     kind: Literal["rms_norm", "swiglu", "sums"],
     t: Tensor,
     hidden: int,
-    specs: tuple[QuantSpec | None, QuantSpec | None],
+    *,
+    column: bool = True,
+    weight_dtype: torch.dtype | None = None,
+) -> Backend[FusedQuantizeRequest] | str:
+    """The fused kernels of the backend that quantises the operand, or why there are none. Looked for once for tensors alike.
+
+    Args:
+        kernels: Of the linear.
+        operand: Which of its operands is quantised.
+        kind: What is computed in the same pass.
+        t: The input, [tokens, ...].
+        hidden: Columns of what is quantised.
+        column: Whether the columnwise copy is made too.
+        weight_dtype: dtype of a norm's weight.
+    """
+    key = (operand, kind, t.device, t.dtype, hidden, column, weight_dtype)
+    found: Backend[FusedQuantizeRequest] | str | None = kernels.fused.get(key)
+    if found is None:
+        specs = kernels.wanted_specs(operand, row=True, column=column)
+        found = kernels.fused[key] = _find_fused(kernels, operand, kind, t, hidden, specs, weight_dtype)
+    return found
+
+
+def _find_fused(
+    kernels: LinearKernels,
+    operand: str,
+    kind: Literal["rms_norm", "swiglu", "sums"],
+    t: Tensor,
+    hidden: int,
+    specs: Specs,
     weight_dtype: torch.dtype | None,
 ) -> Backend[FusedQuantizeRequest] | str:
-    """The fused kernels of the backend that quantises the operand, or why there are none."""
     quantizer = kernels.quantizers.get(operand)
     if quantizer is None:
         return f"{operand} is not quantised"
@@ -206,7 +229,7 @@ class _NormQuantize(Function):
         zero_centered_gamma: bool,
         fused: Any,
         norm: Any,
-        specs: tuple[QuantSpec | None, QuantSpec | None],
+        specs: Specs,
         call: LinearCall,
         copies: list[QuantizedTensor | None],
         grad_enabled: bool,

@@ -29,8 +29,6 @@ Equality    quantised shards carry the codes of the whole tensor wherever no blo
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -85,7 +83,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> 
     with no_autocast(x):
         untraced = call.overlap is not None and torch.compiler.is_compiling()
         run = _run_untraced if untraced else _Linear.apply
-        y: Tensor = run(x.to(dtype), weight, bias, call, torch.is_grad_enabled())
+        y: Tensor = run(x if x.dtype == dtype else x.to(dtype), weight, bias, call, torch.is_grad_enabled())
     return y
 
 
@@ -102,8 +100,10 @@ class _Linear(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, grad_enabled: bool
     ) -> Tensor:
-        with_dgrad, with_wgrad = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
-        _check_contractions(call, x, weight, with_dgrad=with_dgrad, with_wgrad=with_wgrad)
+        x_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
+        with_dgrad, with_wgrad = grad_enabled and x_needs_grad, grad_enabled and weight_needs_grad
+        if call.plan.precision.padding == "refuse":
+            _check_contractions(call, x, weight, with_dgrad=with_dgrad, with_wgrad=with_wgrad)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         gathers = call.parallel.gathers_input
         x_row, x_kept = local_operands(call, "x", x, row=not gathers, column=with_wgrad and not gathers)
@@ -123,27 +123,21 @@ class _Linear(Function):
         with_dgrad, with_wgrad, with_dbias = ctx.needs_input_grad[:3]
         call: LinearCall = replace(ctx.call, dy_sum=[]) if with_dbias else ctx.call
         saved = saved_operands(ctx)
-        with no_autocast(dy), _collectives_end(call):
-            deferred = with_wgrad and call.defer is not None and call.defer(dy)
-            x_arriving = _start_input(call, saved["x"], dy) if with_wgrad and not deferred else None
-            dx, dy_column = _start_dgrad(call, dy, saved["w"] if with_dgrad else None, wgrad=x_arriving is not None)
-            dw = _wgrad(call, dy_column, x_arriving)
-            if deferred:
-                assert call.sink is not None
-                dw = call.sink.delivered()
-            db = gradient_sum(call, dy).to(ctx.bias_dtype) if with_dbias else None
-            return dx.wait(), dw, db, None, None
-
-
-@contextlib.contextmanager
-def _collectives_end(call: LinearCall) -> Iterator[None]:
-    """Where something fails (out of memory), the collectives it was to run over are ended: the caller may try a smaller batch."""
-    try:
-        yield
-    except BaseException:
-        if call.overlap is not None:
-            call.overlap.overlap.abandon()
-        raise
+        try:
+            with no_autocast(dy):
+                deferred = with_wgrad and call.defer is not None and call.defer(dy)
+                x_arriving = _start_input(call, saved["x"], dy) if with_wgrad and not deferred else None
+                dx, dy_column = _start_dgrad(call, dy, saved["w"] if with_dgrad else None, wgrad=x_arriving is not None)
+                dw = _wgrad(call, dy_column, x_arriving)
+                if deferred:
+                    assert call.sink is not None
+                    dw = call.sink.delivered()
+                db = gradient_sum(call, dy).to(ctx.bias_dtype) if with_dbias else None
+                return dx.wait(), dw, db, None, None
+        except BaseException:  # out of memory, say: end the collectives under way, the caller may try a smaller batch
+            if call.overlap is not None:
+                call.overlap.overlap.abandon()
+            raise
 
 
 def _multiply_and_reduce(call: LinearCall, x: Operand, w: Operand) -> Tensor:

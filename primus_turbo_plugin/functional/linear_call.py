@@ -31,6 +31,9 @@ class TensorParallel:
         sequence_parallel: Outside the layer each rank holds its share of the tokens: column gathers x, row scatters y.
         reduce: Without sequence parallelism, sum dx (column) or y (row) over the group. False leaves the partial sums
             to the caller, as Megatron's experts and its `disable_grad_reduce` do.
+        size: Ranks of the group.
+        gathers_input: x arrives as this rank's tokens and is needed whole; dx leaves summed, as this rank's tokens.
+        scatters_output: y leaves summed, as this rank's tokens; dy arrives so and is needed whole.
 
     Raises:
         ConfigError: `none` with a group, or sequence parallelism without one of the other two.
@@ -40,6 +43,9 @@ class TensorParallel:
     group: Group | None = None
     sequence_parallel: bool = False
     reduce: bool = True
+    size: int = field(init=False)
+    gathers_input: bool = field(init=False)
+    scatters_output: bool = field(init=False)
 
     def __post_init__(self) -> None:
         if self.mode not in ("none", "column", "row"):
@@ -48,20 +54,11 @@ class TensorParallel:
             raise ConfigError(
                 "TensorParallel: mode 'none' has no collective; pass neither a group nor sequence_parallel."
             )
-
-    @property
-    def size(self) -> int:
-        return group_size(self.group)
-
-    @property
-    def gathers_input(self) -> bool:
-        """x arrives as this rank's tokens and is needed whole; dx leaves summed, as this rank's tokens."""
-        return self.mode == "column" and self.sequence_parallel and self.size > 1
-
-    @property
-    def scatters_output(self) -> bool:
-        """y leaves summed, as this rank's tokens; dy arrives so and is needed whole."""
-        return self.mode == "row" and self.sequence_parallel and self.size > 1
+        size = group_size(self.group)
+        split_tokens = self.sequence_parallel and size > 1
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "gathers_input", split_tokens and self.mode == "column")
+        object.__setattr__(self, "scatters_output", split_tokens and self.mode == "row")
 
     def sums(self, mode: str) -> bool:
         """Whether an all-reduce of the whole tensor is due in a layer of that mode."""
@@ -148,7 +145,8 @@ class LinearCall:
     dy_sum: list[Tensor] | None = None
 
     def __post_init__(self) -> None:
-        require_random_bits(self.plan, self.where, self.rounding)
+        if self.kernels.is_stochastic:
+            require_random_bits(self.plan, self.where, self.rounding)
 
     @property
     def where(self) -> str:

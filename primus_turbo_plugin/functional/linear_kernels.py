@@ -20,6 +20,9 @@ from primus_turbo_plugin.precision.rounding import RoundingKey
 from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 
 Operand: TypeAlias = Tensor | QuantizedTensor
+Specs: TypeAlias = tuple[QuantSpec | None, QuantSpec | None]
+"""Of an operand's row copy and of its columnwise copy, each where that is quantised."""
+
 OPERANDS = ("x", "w", "dy")
 """The three tensors of a linear; each has a row copy for one GEMM and a columnwise copy for another."""
 
@@ -38,6 +41,9 @@ class LinearKernels:
         gemms: Backend of fprop, dgrad, wgrad.
         quantizers: Backend that quantises x, w, dy; those used as they are have none.
         scale_layouts: Layout of the MX scales of x, w, dy: the one that both GEMMs which multiply an operand read as it is.
+        specs: The plan's specs of x, w, dy, looked up once: a call asks for them a dozen times.
+        is_stochastic: Whether the plan rounds anything stochastically.
+        fused: Fused quantisations looked for so far, and what was found (functional/fused_quantize.py).
     """
 
     plan: ModulePlan
@@ -46,6 +52,13 @@ class LinearKernels:
     gemms: dict[str, Backend[GemmRequest]]
     quantizers: dict[str, Backend[QuantizeRequest]]
     scale_layouts: dict[str, ScaleLayout] = field(default_factory=dict)
+    specs: dict[str, Specs] = field(init=False)
+    is_stochastic: bool = field(init=False)
+    fused: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "specs", {operand: operand_specs(self.plan, operand) for operand in OPERANDS})
+        object.__setattr__(self, "is_stochastic", self.plan.precision.is_stochastic)
 
     @classmethod
     def select(
@@ -123,11 +136,15 @@ class LinearKernels:
         """
         out_dtype = self.wgrad_dtype if gemm == "wgrad" else self.dtype
         (rows, contraction), columns = a.shape, b.shape[0]
-        if 0 in (rows, contraction, columns):
+        if not (rows and contraction and columns):
             nothing = a_like(a, rows, columns, out_dtype) if out is None else out
             return nothing if into is None else into.copy_(nothing)
-        where = {"out": out} if into is None else {"into": into}
-        y: Tensor = self.gemms[gemm].kernels.gemm_nt(a, b, out_dtype=out_dtype, **where)
+        multiply = self.gemms[gemm].kernels.gemm_nt
+        y: Tensor = (
+            multiply(a, b, out_dtype=out_dtype, out=out)
+            if into is None
+            else multiply(a, b, out_dtype=out_dtype, into=into)
+        )
         return y
 
     def quantize(
@@ -156,6 +173,11 @@ class LinearKernels:
         )
         return copies
 
+    def wanted_specs(self, operand: str, *, row: bool, column: bool) -> Specs:
+        """Specs of the copies to be quantised: of those wanted, the ones that are not taken as they are."""
+        row_spec, column_spec = self.specs[operand]
+        return row_spec if row else None, column_spec if column else None
+
     def scale_layout(self, operand: str, *, shard: bool = False) -> ScaleLayout:
         """Layout of an operand's MX scales."""
         return "plain" if shard else self.scale_layouts.get(operand, "plain")
@@ -171,7 +193,7 @@ def question(
     return f"the kernels of {layer} in {plan.recipe} ({specs}; {dtype}, {out}, {device.type}, order {order})"
 
 
-def operand_specs(plan: ModulePlan, operand: str) -> tuple[QuantSpec | None, QuantSpec | None]:
+def operand_specs(plan: ModulePlan, operand: str) -> Specs:
     """Specs of an operand's row copy and columnwise copy; None where that GEMM takes it unquantised."""
     specs = (plan.precision.spec(gemm[operand], operand) for gemm in (_ROW_GEMM, _COLUMN_GEMM))
     row, column = (spec if spec.is_quantized else None for spec in specs)

@@ -7,7 +7,6 @@ turns it when it is multiplied.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,12 +15,9 @@ from primus_turbo_plugin.communication.collectives import Pending, all_gather, r
 from primus_turbo_plugin.communication.quantized import Axis, all_gather_quantized, shards_align
 from primus_turbo_plugin.functional.fused_quantize import quantize_gradient
 from primus_turbo_plugin.functional.linear_call import LinearCall
-from primus_turbo_plugin.functional.linear_kernels import Operand, operand_specs
-from primus_turbo_plugin.precision.quant_spec import QuantSpec
+from primus_turbo_plugin.functional.linear_kernels import Operand, Specs
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
-from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 
-Specs = tuple[QuantSpec | None, QuantSpec | None]
 Pair = tuple[Operand | None, Operand | None]
 
 
@@ -32,7 +28,9 @@ def columnwise(copy: Operand) -> Operand:
 
 def local_operands(call: LinearCall, name: str, t: Tensor, *, row: bool, column: bool) -> Pair:
     """Both copies of x or dy [tokens, features], where this rank has all tokens; None where not needed."""
-    specs = _wanted(call, name, row, column)
+    specs = call.kernels.wanted_specs(name, row=row, column=column)
+    if specs == (None, None):
+        return (t if row else None), (t if column else None)
     if name == "x" and call.x_copies is not None:
         row_copy, column_copy = (copy if spec else None for copy, spec in zip(call.x_copies, specs))
     elif name == "dy" and not call.parallel.scatters_output:  # else t holds other ranks' tokens too
@@ -44,15 +42,17 @@ def local_operands(call: LinearCall, name: str, t: Tensor, *, row: bool, column:
 
 def weight_operands(call: LinearCall, weight: Tensor, *, row: bool, column: bool) -> Pair:
     """Both copies of the weight [out, in], row for fprop and columnwise for dgrad; kept in the call's cache if it has one."""
-    row_spec, column_spec = _wanted(call, "w", row, column)
+    row_spec, column_spec = call.kernels.wanted_specs("w", row=row, column=column)
     cast = weight.to(call.kernels.dtype)
+    if row_spec is None and column_spec is None:
+        return (cast if row else None), (cast if column else None)
 
     def quantize(with_row: bool, with_column: bool) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
         specs = (row_spec if with_row else None, column_spec if with_column else None)
         return call.kernels.quantize("w", cast, *specs, call.key("w"))
 
     wanted = (row_spec is not None, column_spec is not None)
-    if call.cache is None or not any(wanted):
+    if call.cache is None:
         row_copy, column_copy = quantize(*wanted)
     else:
         row_copy, column_copy = call.cache.copies(weight, call.kernels.dtype, quantize, row=wanted[0], column=wanted[1])
@@ -71,7 +71,7 @@ def gather_input(call: LinearCall, x: Tensor, *, column: bool) -> tuple[Operand,
         The row copy of all tokens; and for wgrad this rank's columnwise copy [in, tokens / size] where no block lies across
         ranks (MXFP4: 0.53 bytes an element kept and sent later, against 2), else x itself, or None without wgrad.
     """
-    row_shard, column_shard = quantize_shards(call, "x", x, _wanted(call, "x", True, column))
+    row_shard, column_shard = quantize_shards(call, "x", x, call.kernels.wanted_specs("x", row=True, column=column))
     if row_shard is not None:
         row: Operand | None = all_gather_quantized(row_shard, call.parallel.group, "outer").wait()
     else:
@@ -99,7 +99,7 @@ def gather_for_wgrad(call: LinearCall, shard: Operand) -> Pending[Operand]:
 def gather_gradient(call: LinearCall, dy: Tensor, *, row: bool, column: bool) -> Pair:
     """Both copies of all tokens' dy from this rank's [tokens / size, out]; None where not needed."""
     group = call.parallel.group
-    row_shard, column_shard = quantize_shards(call, "dy", dy, _wanted(call, "dy", row, column))
+    row_shard, column_shard = quantize_shards(call, "dy", dy, call.kernels.wanted_specs("dy", row=row, column=column))
     pending_row = ready(None) if row_shard is None else all_gather_quantized(row_shard, group, "outer")
     pending_column = ready(None) if column_shard is None else all_gather_quantized(column_shard, group, "contraction")
     late: Pair = (None, None)
@@ -135,47 +135,28 @@ def quantize_shards(
     return call.kernels.quantize(name, shard, early[0], early[1], call.key(name), shard=True)
 
 
-def _wanted(call: LinearCall, name: str, row: bool, column: bool) -> Specs:
-    """Specs of the copies to be quantised."""
-    row_spec, column_spec = operand_specs(call.plan, name)
-    return row_spec if row else None, column_spec if column else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where an operand lies among the saved tensors: one, or two if it is `quantized` (spec, shape, seed, scale layout)."""
-
-    index: int
-    quantized: tuple[QuantSpec, tuple[int, int], int, ScaleLayout] | None = None
-
-
 def save_operands(ctx: Any, **operands: Operand | None) -> None:
-    """Saves operands for backward as plain tensors, so that hooks on saved tensors (offloading) see every byte."""
-    tensors: list[Tensor] = []
-    slots: dict[str, _Slot | None] = {}
+    """Saves operands for backward as plain tensors, so that hooks on saved tensors (offloading) see every byte.
+
+    One tensor for each operand, None among them, or two where it is quantised: then the rest of it is kept in `ctx.quantized`.
+    """
+    tensors: list[Tensor | None] = []
+    quantized: dict[str, tuple[Any, ...] | None] = {}
     for name, operand in operands.items():
-        if operand is None:
-            slots[name] = None
-        elif isinstance(operand, QuantizedTensor):
-            slots[name] = _Slot(len(tensors), (operand.spec, operand.shape, operand.signs_seed, operand.scale_layout))
-            tensors += [operand.data, operand.block_scale]
+        if isinstance(operand, QuantizedTensor):
+            tensors += (operand.data, operand.block_scale)
+            quantized[name] = (operand.spec, operand.shape, operand.signs_seed, operand.scale_layout)
         else:
-            slots[name] = _Slot(len(tensors))
             tensors.append(operand)
+            quantized[name] = None
     ctx.save_for_backward(*tensors)
-    ctx.slots = slots
+    ctx.quantized = quantized
 
 
 def saved_operands(ctx: Any) -> dict[str, Operand | None]:
     """What `save_operands` saved, by name."""
-    tensors = ctx.saved_tensors
-
-    def restore(slot: _Slot | None) -> Operand | None:
-        if slot is None:
-            return None
-        if slot.quantized is None:
-            return tensors[slot.index]
-        data, scale = tensors[slot.index : slot.index + 2]
-        return QuantizedTensor(data, scale, *slot.quantized)
-
-    return {name: restore(slot) for name, slot in ctx.slots.items()}
+    tensors = iter(ctx.saved_tensors)
+    return {
+        name: next(tensors) if rest is None else QuantizedTensor(next(tensors), next(tensors), *rest)
+        for name, rest in ctx.quantized.items()
+    }

@@ -26,7 +26,7 @@ from primus_turbo_plugin.communication.executor import Multiply
 from primus_turbo_plugin.communication.overlap import Payload
 from primus_turbo_plugin.communication.quantized import shards_align
 from primus_turbo_plugin.functional.linear_call import LinearCall
-from primus_turbo_plugin.functional.linear_kernels import Operand, operand_specs
+from primus_turbo_plugin.functional.linear_kernels import Operand
 from primus_turbo_plugin.functional.linear_operands import (
     Pair,
     columnwise,
@@ -57,7 +57,7 @@ def gather_and_multiply(call: LinearCall, x: Tensor, w: Operand, *, column: bool
     if use is None or not use.gather or _small(call, "fprop", tokens, w.shape):
         x_row, kept = gather_input(call, x, column=column)
         return call.kernels.gemm_nt("fprop", x_row, w), kept
-    row_spec, column_spec = operand_specs(call.plan, "x")
+    row_spec, column_spec = call.kernels.specs["x"]
     row_shard, column_shard = quantize_shards(call, "x", x, (row_spec, column_spec if column else None))
     if row_spec is not None and row_shard is None:
         _note(call, "fprop", "the blocks of x lie across ranks, so it is quantised after gathering")
@@ -151,7 +151,7 @@ def gather_gradient_and_multiply(
     """
     use, tokens = call.overlap, dy.shape[0] * call.parallel.size
     if w is not None and use is not None and use.gather and not _small(call, "dgrad", tokens, columnwise(w).shape):
-        row_spec, column_spec = operand_specs(call.plan, "dy")
+        row_spec, column_spec = call.kernels.specs["dy"]
         wanted = (row_spec, column_spec if column else None)
         if wanted == (None, None):
             return _plain_gradient(call, dy, columnwise(w), column=column)

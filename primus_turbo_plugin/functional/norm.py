@@ -8,7 +8,7 @@ Saved   x, weight and the row statistics (fp32 [tokens], two for layer norm). y 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 from torch.autograd import Function
@@ -19,8 +19,39 @@ from primus_turbo_plugin.kernels.norm import NormRequest
 from primus_turbo_plugin.kernels.registry import default_registry
 
 
+class NormChoice:
+    """Whose kernels run a norm: chosen in its first call, and again where the device, a dtype or the width is another.
+
+    Args:
+        order: Backends that may serve it, first choice first; None for the registry's order.
+    """
+
+    def __init__(self, order: Sequence[str] | None = None) -> None:
+        self._order = order
+        self._chosen: dict[tuple[Any, ...], Any] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NormChoice, (self._order,)  # kernels are modules, which cannot be copied
+
+    def kernels(self, kind: Literal["rms_norm", "layer_norm"], x: Tensor, weight: Tensor) -> Any:
+        """The kernels for x [..., hidden] and weight [hidden].
+
+        Raises:
+            UnsupportedError: No backend of the order can do it.
+        """
+        key = (kind, x.device, x.dtype, weight.dtype, x.shape[-1])
+        if key not in self._chosen:
+            request = NormRequest.of(kind, x, weight)
+            self._chosen[key] = default_registry().select("norm", request, self._order).kernels
+        return self._chosen[key]
+
+
+Kernels: TypeAlias = NormChoice | Sequence[str] | None
+"""A choice that is kept from call to call, or an order of backends for this call alone; None is the registry's order."""
+
+
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool = False, kernels: Sequence[str] | None = None
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool = False, kernels: Kernels = None
 ) -> Tensor:
     """y = x * rsqrt(mean(x^2) + eps) * gamma over the last dimension.
 
@@ -29,7 +60,7 @@ def rms_norm(
         weight: [hidden], any float dtype.
         eps: Added to the mean square.
         zero_centered_gamma: gamma = 1 + weight.
-        kernels: Backends that may serve it, first choice first; None for the registry's order.
+        kernels: Backends that may serve it, first choice first, or a choice that is kept; None for the registry's order.
 
     Returns:
         [..., hidden] in x's dtype.
@@ -39,12 +70,11 @@ def rms_norm(
         UnsupportedError: No backend of `kernels` can do it.
     """
     _check("rms_norm", x, weight=weight)
-    backend = default_registry().select("norm", NormRequest.of("rms_norm", x, weight), kernels)
-    return _RMSNorm.apply(x, weight, eps, zero_centered_gamma, backend.kernels)
+    return _RMSNorm.apply(x, weight, eps, zero_centered_gamma, choose("rms_norm", x, weight, kernels))
 
 
 def rms_norm_residual(
-    x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool = False, kernels: Sequence[str] | None = None
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered_gamma: bool = False, kernels: Kernels = None
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm`, and x again for the residual branch, whose gradient is added inside the norm's backward.
 
@@ -54,8 +84,7 @@ def rms_norm_residual(
         y [..., hidden] as `rms_norm`'s, and x.
     """
     _check("rms_norm", x, weight=weight)
-    backend = default_registry().select("norm", NormRequest.of("rms_norm", x, weight), kernels)
-    return _RMSNormResidual.apply(x, weight, eps, zero_centered_gamma, backend.kernels)
+    return _RMSNormResidual.apply(x, weight, eps, zero_centered_gamma, choose("rms_norm", x, weight, kernels))
 
 
 def layer_norm(
@@ -65,7 +94,7 @@ def layer_norm(
     eps: float,
     *,
     zero_centered_gamma: bool = False,
-    kernels: Sequence[str] | None = None,
+    kernels: Kernels = None,
 ) -> Tensor:
     """y = (x - mean(x)) * rsqrt(var(x) + eps) * gamma + bias over the last dimension.
 
@@ -75,7 +104,7 @@ def layer_norm(
         bias: [hidden], any float dtype, or None.
         eps: Added to the variance.
         zero_centered_gamma: gamma = 1 + weight.
-        kernels: Backends that may serve it, first choice first; None for the registry's order.
+        kernels: Backends that may serve it, first choice first, or a choice that is kept; None for the registry's order.
 
     Returns:
         [..., hidden] in x's dtype.
@@ -85,8 +114,13 @@ def layer_norm(
         UnsupportedError: No backend of `kernels` can do it.
     """
     _check("layer_norm", x, weight=weight, bias=bias)
-    backend = default_registry().select("norm", NormRequest.of("layer_norm", x, weight), kernels)
-    return _LayerNorm.apply(x, weight, bias, eps, zero_centered_gamma, backend.kernels)
+    return _LayerNorm.apply(x, weight, bias, eps, zero_centered_gamma, choose("layer_norm", x, weight, kernels))
+
+
+def choose(kind: Literal["rms_norm", "layer_norm"], x: Tensor, weight: Tensor, kernels: Kernels) -> Any:
+    """The kernels that `kernels` says for x [..., hidden] and weight [hidden]."""
+    choice = kernels if isinstance(kernels, NormChoice) else NormChoice(kernels)
+    return choice.kernels(kind, x, weight)
 
 
 class _RMSNorm(Function):
@@ -150,7 +184,7 @@ class _LayerNorm(Function):
 
 def _rows(x: Tensor) -> Tensor:
     """[..., hidden] as [tokens, hidden]; a copy only where the strides need one. Works for tensors without elements."""
-    return x.reshape(x.numel() // x.shape[-1], x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(x.numel() // x.shape[-1], x.shape[-1])
 
 
 def _check(op: str, x: Tensor, **parameters: Tensor | None) -> None:

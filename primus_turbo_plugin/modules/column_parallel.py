@@ -8,7 +8,6 @@ from typing import Any
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
-from primus_turbo_plugin.functional.linear_call import TensorParallel
 from primus_turbo_plugin.modules.linear_base import TurboLinearMixin
 from primus_turbo_plugin.modules.megatron_contract import check_keywords, tensor_parallel_group, without_apex
 from primus_turbo_plugin.precision.module_plan import ModulePlan
@@ -112,9 +111,7 @@ class TurboColumnParallelLinear(TurboLinearMixin, ColumnParallelLinear):
         Returns:
             [seq, batch, out / ranks].
         """
-        parallel = TensorParallel(
-            mode="column", group=tp_group, sequence_parallel=sequence_parallel, reduce=allreduce_dgrad
-        )
+        parallel = self.tensor_parallel("column", tp_group, sequence_parallel=sequence_parallel, reduce=allreduce_dgrad)
 
         def defer(dy: Tensor) -> bool:
             assert grad_output_buffer is not None

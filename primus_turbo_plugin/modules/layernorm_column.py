@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.functional.fused_quantize import rms_norm_input
 from primus_turbo_plugin.functional.linear_call import LinearCall, TensorParallel
-from primus_turbo_plugin.functional.norm import layer_norm
+from primus_turbo_plugin.functional.norm import NormChoice, layer_norm
 from primus_turbo_plugin.modules.column_parallel import TurboColumnParallelLinear
 from primus_turbo_plugin.precision.module_plan import ModulePlan
 
@@ -60,6 +60,7 @@ class TurboLayerNormColumnParallelLinear(TurboColumnParallelLinear):
             input_size, output_size, config=config, init_method=init_method, is_expert=False, plan=plan, **others
         )
         self._zero_centered_gamma = config.layernorm_zero_centered_gamma
+        self._norm_kernels = NormChoice(self.plan.kernels.get("norm"))
         gamma = torch.zeros if self._zero_centered_gamma else torch.ones
         place = {"dtype": config.params_dtype, "device": self.weight.device}
         self.layer_norm_weight = self._norm_parameter(gamma(input_size, **place))
@@ -99,7 +100,7 @@ class TurboLayerNormColumnParallelLinear(TurboColumnParallelLinear):
 
     def _norm(self, x: Tensor, weight: Any, call: LinearCall) -> tuple[Tensor, LinearCall]:
         """norm(x) of x [tokens, in], as `run_linear`'s `front`."""
-        eps, kernels = self.config.layernorm_epsilon, self.plan.kernels.get("norm")
+        eps, kernels = self.config.layernorm_epsilon, self._norm_kernels
         gamma, zero_centered = self.layer_norm_weight, self._zero_centered_gamma
         if self.config.normalization == "LayerNorm":
             normed = layer_norm(x, gamma, self.layer_norm_bias, eps, zero_centered_gamma=zero_centered, kernels=kernels)

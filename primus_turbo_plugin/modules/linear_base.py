@@ -74,6 +74,8 @@ class TurboLinearMixin:
             raise UnsupportedError(f"{self.path}: gtp_remat_group: {REFUSED_KEYWORDS['gtp_remat_group']}.")
         self._weight_cache = WeightCache() if self._quantizes_weight else None
         self._kernels: dict[tuple[Any, ...], Any] = {}
+        self._parallel: dict[tuple[Any, ...], TensorParallel] = {}
+        self._is_stochastic = self.plan.precision.is_stochastic
         self._wgrad_queue = WgradQueue()
         self._wgrad_hooks: list[Callable[[], None]] = []
         self._first_microbatch = True
@@ -125,8 +127,20 @@ class TurboLinearMixin:
         if front is not None:
             x, call = front(x, weight, call)
         y = linear(x, weight, bias, call)
-        self._first_microbatch = False
+        if self._first_microbatch:  # assigning to a module's attribute takes longer than looking
+            self._first_microbatch = False
         return y.view(first, *leading, y.shape[-1])
+
+    def tensor_parallel(
+        self, mode: Literal["column", "row"], group: Any, *, sequence_parallel: bool, reduce: bool
+    ) -> TensorParallel:
+        """The split that these arguments say, made once."""
+        key = (mode, group, sequence_parallel, reduce)
+        if key not in self._parallel:
+            self._parallel[key] = TensorParallel(
+                mode=mode, group=group, sequence_parallel=sequence_parallel, reduce=reduce
+            )
+        return self._parallel[key]
 
     def _overlap_use(self, parallel: TensorParallel, device: torch.device) -> OverlapUse | None:
         """Which collectives of this layer run under its GEMMs, as the plan says; None where there are none to hide."""
@@ -196,9 +210,9 @@ class TurboLinearMixin:
         Raises:
             UnsupportedError: A CUDA graph is being captured, which would replay this one draw for ever.
         """
-        precision = self.plan.precision
-        if not precision.is_stochastic:
+        if not self._is_stochastic:
             return None
+        precision = self.plan.precision
         rank = dist.get_rank() if dist.is_initialized() else 0
         if not (self.training or torch.is_grad_enabled() or self._rounds_in_fprop):
             return Rounding(seed=precision.rounding_seed, draw=0, rank=rank, path=self.path)  # of no use, so not drawn

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from primus_turbo_plugin.errors import ConfigError
-from primus_turbo_plugin.functional.norm import layer_norm, rms_norm, rms_norm_residual
+from primus_turbo_plugin.functional.norm import NormChoice, layer_norm, rms_norm, rms_norm_residual
 from primus_turbo_plugin.modules.megatron_contract import check_keywords
 from primus_turbo_plugin.precision.module_plan import ModulePlan
 
@@ -71,6 +71,7 @@ class TurboNorm(torch.nn.Module):
         self.bias = None if self.rms else torch.nn.Parameter(torch.empty(hidden_size, **factory))
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._kernels = NormChoice(self.plan.kernels.get("norm"))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -83,7 +84,7 @@ class TurboNorm(torch.nn.Module):
         """The norm of x `[..., hidden_size]` in x's dtype; with a fused residual also x."""
         options: dict[str, Any] = {
             "zero_centered_gamma": self.zero_centered_gamma,
-            "kernels": self.plan.kernels.get("norm"),
+            "kernels": self._kernels,
         }
         if not self.rms:
             return layer_norm(x, self.weight, self.bias, self.eps, **options)

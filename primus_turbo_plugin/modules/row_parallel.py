@@ -10,7 +10,6 @@ from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_paral
 from torch import Tensor
 
 from primus_turbo_plugin.errors import ConfigError
-from primus_turbo_plugin.functional.linear_call import TensorParallel
 from primus_turbo_plugin.modules.linear_base import TurboLinearMixin
 from primus_turbo_plugin.modules.megatron_contract import check_keywords, tensor_parallel_group, without_apex
 from primus_turbo_plugin.precision.module_plan import ModulePlan
@@ -90,9 +89,9 @@ class TurboRowParallelLinear(TurboLinearMixin, RowParallelLinear):
         """
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        parallel = TensorParallel(
-            mode="row",
-            group=self.tp_group,
+        parallel = self.tensor_parallel(
+            "row",
+            self.tp_group,
             sequence_parallel=self.sequence_parallel and not self.explicit_expert_comm,
             reduce=not self.explicit_expert_comm,
         )

@@ -28,6 +28,7 @@ class _Recorder:
 
         class Kernels:
             dtype, wgrad_dtype = inner.dtype, inner.wgrad_dtype
+            is_stochastic, wanted_specs = inner.is_stochastic, inner.wanted_specs
             quantize = staticmethod(inner.quantize)
 
             @staticmethod
