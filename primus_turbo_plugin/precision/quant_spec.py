@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any, Literal, TypeVar, cast
@@ -28,8 +28,29 @@ Rounding = Literal["nearest", "stochastic"]
 _E = TypeVar("_E", bound=Enum)
 
 
+class _Derived:
+    """What follows from a spec's fields. Kernels ask for it in every call, so it is computed once, with the spec.
+
+    Attributes:
+        is_quantized: The format is not bf16.
+        is_mx: E8M0 scales.
+        element_type: The element type; only of a quantised spec, as all that follow.
+        block_shape: (outer, contraction) extent of a block; 0 stands for the whole axis.
+        contraction_multiple: The contraction axis is zero-padded to a multiple of this.
+    """
+
+    __slots__ = ("_hash", "block_shape", "contraction_multiple", "element_type", "is_mx", "is_quantized")
+
+    is_quantized: bool
+    is_mx: bool
+    element_type: ElementType
+    block_shape: tuple[int, int]
+    contraction_multiple: int
+    _hash: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuantSpec:
+class QuantSpec(_Derived):
     """How one operand of one GEMM is represented. Strings are accepted for the enums and checked.
 
     Attributes:
@@ -71,34 +92,19 @@ class QuantSpec:
                 "quant spec: random_signs: true needs a rotation, got hadamard: 0. "
                 "Set hadamard to 16, 32, 64 or 128, or random_signs to false."
             )
+        self._derive()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are built anew: what is derived is not among the fields, and strings hash differently elsewhere."""
+        return _rebuilt, tuple(getattr(self, field.name) for field in fields(self))
 
     @classmethod
     def bf16(cls) -> QuantSpec:
         """The operand is used as it is."""
         return cls(format=Format.BF16)
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.format is not Format.BF16
-
-    @property
-    def is_mx(self) -> bool:
-        return self.format in (Format.MXFP4, Format.MXFP8)
-
-    @property
-    def element_type(self) -> ElementType:
-        """The element type; only for a quantised spec."""
-        return ELEMENT_TYPES[cast(str, self.element)]
-
-    @property
-    def block_shape(self) -> tuple[int, int]:
-        """(outer, contraction) extent of a block; 0 stands for the whole axis."""
-        return _block_shape(cast(str, self.block))
-
-    @property
-    def contraction_multiple(self) -> int:
-        """The contraction axis is zero-padded to a multiple of this."""
-        return _contraction_multiple(cast(str, self.block), self.hadamard, self.element_type.codes_per_byte)
 
     def padded(self, contraction: int) -> int:
         """Length of the stored contraction axis for a logical length of `contraction`."""
@@ -124,6 +130,16 @@ class QuantSpec:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
+    def _derive(self) -> None:
+        self._set("_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
+        self._set("is_quantized", self.format is not Format.BF16)
+        self._set("is_mx", self.format in _DEFAULT_SCALE_RULE)
+        if self.is_quantized:
+            self._set("element_type", ELEMENT_TYPES[cast(str, self.element)])
+            self._set("block_shape", _block_shape(cast(str, self.block)))
+            parts = (self.block_shape[1], self.hadamard, self.element_type.codes_per_byte)
+            self._set("contraction_multiple", math.lcm(*(max(part, 1) for part in parts)))
+
     def _check_unquantized(self) -> None:
         """A bf16 operand has nothing to scale, rotate or round: a switch that would do nothing is refused."""
         given: dict[str, object] = {"element": self.element, "scale_rule": self.scale_rule, "block": self.block}
@@ -141,9 +157,10 @@ class QuantSpec:
             if getattr(self, key) is None:
                 self._set(key, choices[0])
             _one_of(key, getattr(self, key), choices, f" with format: {self.format}")
-        if self.is_mx and self.scale_rule is None:
-            self._set("scale_rule", _DEFAULT_SCALE_RULE[self.format])
-        if not self.is_mx and self.scale_rule is not None:
+        rule = _DEFAULT_SCALE_RULE.get(self.format)
+        if rule is not None and self.scale_rule is None:
+            self._set("scale_rule", rule)
+        if rule is None and self.scale_rule is not None:
             raise ConfigError(
                 f"quant spec: scale_rule: {self.scale_rule} is a rule for E8M0 scales, but format: fp8 scales by "
                 "amax / max in fp32. Remove scale_rule, or choose mxfp8."
@@ -159,9 +176,8 @@ def _block_shape(block: str) -> tuple[int, int]:
     return int(outer), int(contraction)
 
 
-@functools.cache
-def _contraction_multiple(block: str, hadamard: int, codes_per_byte: int) -> int:
-    return math.lcm(max(_block_shape(block)[1], 1), max(hadamard, 1), codes_per_byte)
+def _rebuilt(*values: Any) -> QuantSpec:
+    return QuantSpec(**dict(zip((field.name for field in fields(QuantSpec)), values)))
 
 
 def _one_of(key: str, value: object, choices: tuple[Any, ...], context: str = "") -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
+import pickle
 
 import pytest
 
@@ -110,3 +112,23 @@ def test_padding_and_scale_shapes(
     spec = QuantSpec(**arguments)  # type: ignore[arg-type]
     assert spec.padded(contraction) == padded
     assert spec.scale_shape(70, contraction) == scales
+
+
+@pytest.mark.parametrize(
+    "spec", [QuantSpec.bf16(), QuantSpec(format="mxfp4", hadamard=16), QuantSpec(format="fp8")], ids=str
+)
+def test_copies_and_pickles_are_equal_and_know_what_follows_from_their_fields(spec) -> None:
+    for other in (copy.copy(spec), copy.deepcopy(spec), pickle.loads(pickle.dumps(spec)), dataclasses.replace(spec)):
+        assert other == spec
+        assert hash(other) == hash(spec)
+        assert (other.is_quantized, other.is_mx) == (spec.is_quantized, spec.is_mx)
+        if spec.is_quantized:
+            assert other.padded(33) == spec.padded(33)
+            assert other.scale_shape(3, 300) == spec.scale_shape(3, 300)
+
+
+def test_replaced_fields_replace_what_follows_from_them() -> None:
+    spec = QuantSpec(format="mxfp4")
+    rotated = dataclasses.replace(spec, hadamard=128)
+    assert (spec.contraction_multiple, rotated.contraction_multiple) == (32, 128)
+    assert len({spec, rotated, QuantSpec(format="mxfp4", block="1x32")}) == 2

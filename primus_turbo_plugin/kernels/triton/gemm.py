@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +25,7 @@ from primus_turbo_plugin.kernels.triton.gemm_defaults import triton_version
 from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, gpu_of, key_of
 from primus_turbo_plugin.kernels.triton.gemm_launch import Program, facts, program_of
 from primus_turbo_plugin.kernels.triton.gemm_tuning import TUNABLE
+from primus_turbo_plugin.kernels.triton.launching import Answers, on_device
 from primus_turbo_plugin.kernels.triton.targets import SCALED_MATRIX_UNITS, refusal
 from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
@@ -52,7 +52,8 @@ def gemm_nt(
         out: fp32 `[M, N]`, accumulated into in place and returned.
         into: `[M, N]` in `out_dtype`, written and returned; not together with `out`.
         config: How to compute it; None takes `resolve`'s choice.
-        resolve: Chooses by the product's key; None is `resolve_config`. `Backend.tune` puts a tuning table here.
+        resolve: Chooses by the product's key, once for products that are alike; None is `resolve_config`. `Backend.tune` puts a
+            tuning table here.
 
     Returns:
         `[M, N]` in `out_dtype`, or `out` or `into`.
@@ -61,36 +62,33 @@ def gemm_nt(
         ShapeError: Shapes, dtypes, devices or rotations do not fit.
         ConfigError: `config` cannot serve this product.
     """
-    alike = (facts(a), facts(b), facts(bias), facts(out), facts(into), out_dtype)
-    key = _SEEN.keys.get(alike)
-    if key is None:
+    alike = facts(a), facts(b), facts(bias), facts(out), facts(into), out_dtype, config, resolve
+    program = _PROGRAMS.get(alike)
+    given = into if out is None else out
+    length = 0
+    if program is None:
         check_gemm_nt(a, b, out_dtype=out_dtype, bias=bias, out=out, into=into)
         length = common_length(a, b)
         if 0 in (a.shape[0], b.shape[0], length):
             y = _empty(a, b, out_dtype, bias, out)
             return y if into is None else into.copy_(y)
-    given = into if out is None else out
-    y = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device) if given is None else given
-    if key is None:
-        key = key_of(a, b, y, length, bias=bias is not None, accumulate=out is not None)
-        _SEEN.remember(_SEEN.keys, alike, key)
-    if config is None:
-        config = (resolve or resolve_config)(key)
-    program = _SEEN.programs.get((alike, config))
+    y = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device) if given is None else given
     if program is None:
-        reason = gemm_config.refusal(key, config)
-        if reason is not None:
-            raise ConfigError(
-                f"gemm_nt: {key} cannot be computed with {config}: {reason}. Choose one of candidates(key)."
-            )
-        program = program_of(a, b, y, key, config)
-        _SEEN.remember(_SEEN.programs, (alike, config), program)
-    if torch.cuda.current_device() == y.device.index:
+        key = key_of(a, b, y, length, bias=bias is not None, accumulate=out is not None)
+        program = _PROGRAMS.keep(alike, _program(a, b, y, key, config or (resolve or resolve_config)(key)))
+    with on_device(y.device):
         program.run(a, b, bias, y)
-    else:
-        with torch.cuda.device(y.device):
-            program.run(a, b, bias, y)
     return y
+
+
+_PROGRAMS: Answers[Program] = Answers()
+
+
+def _program(a: Operand, b: Operand, y: torch.Tensor, key: GemmKey, config: GemmConfig) -> Program:
+    reason = gemm_config.refusal(key, config)
+    if reason is not None:
+        raise ConfigError(f"gemm_nt: {key} cannot be computed with {config}: {reason}. Choose one of candidates(key).")
+    return program_of(a, b, y, key, config)
 
 
 @torch.no_grad()
@@ -102,23 +100,6 @@ def _empty(
         return out
     y = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     return y if bias is None else y.copy_(bias.expand_as(y))
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What products that came before were found to be, so that one like them costs a look-up: answers, never settings."""
-
-    keys: dict[Hashable, GemmKey] = field(default_factory=dict)
-    programs: dict[Hashable, Program] = field(default_factory=dict)
-
-    def remember(self, answers: dict[Hashable, Any], question: Hashable, answer: Any) -> None:
-        if len(answers) >= _MOST_ANSWERS:  # experts have another number of tokens every time
-            answers.clear()
-        answers[question] = answer
-
-
-_MOST_ANSWERS = 1 << 13
-_SEEN = _Seen()
 
 
 def resolve_config(key: GemmKey) -> GemmConfig:

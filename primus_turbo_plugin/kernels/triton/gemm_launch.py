@@ -1,8 +1,7 @@
 """A product as the kernel calls that a `GemmConfig` makes of it: decode into scratch, multiply, add up shares.
 
 A `Program` is everything about these calls but the tensors. It is built once for products that are alike in every fact that a
-kernel was compiled for (`facts`), and then only binds tensors and launches. Triton's own launch path looks at each argument anew
-in every call, which costs more host time than a small product takes on the GPU.
+kernel was compiled for (`facts`), and then only binds tensors and launches; `launching.py` says why.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 
 from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
 from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, OperandKey
+from primus_turbo_plugin.kernels.triton.launching import facts as tensor_facts
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
 _FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -27,19 +27,15 @@ _DECODED_BY_16 = 1 << 20
 """Most rows decoded 16 by a program: CUDA has 65,535 programs along a grid's second axis. All experts' weights may have more."""
 _WIDE_OFFSET = 1 << 30
 """Elements from a tile's corner from which offsets are computed in 64 bits; half of what 32 bits hold."""
-_ON_ROCM = torch.version.hip is not None
 
 Tensors = Mapping[str, "torch.Tensor | None"]
 
 
 def facts(x: Operand | None) -> Hashable:
-    """What kernels are compiled for, of one tensor: dtype, shape, strides, alignment; on ROCm also whether it is under 2 GiB."""
-    if x is None:
-        return None
+    """What kernels are compiled for, of one operand: `launching.facts` of its tensors, and what its codes mean."""
     if isinstance(x, QuantizedTensor):
-        return x.spec, x.shape, x.signs_seed, x.scale_layout, facts(x.data), facts(x.block_scale)
-    small = not _ON_ROCM or x.untyped_storage().nbytes() < 1 << 31
-    return x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.device, small
+        return x.spec, x.shape, x.signs_seed, x.scale_layout, tensor_facts(x.data), tensor_facts(x.block_scale)
+    return tensor_facts(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +85,52 @@ class KernelCall:
 class _Launcher:
     """Launches one call again and again: by Triton's JIT the first time, by the kernel that came of it from then on."""
 
-    __slots__ = ("_compiled", "_grid", "_slots", "_template", "call")
+    __slots__ = ("_described", "_launch", "_plain", "_template", "call")
 
     def __init__(self, call: KernelCall) -> None:
         values = {**call.args, **call.constants}
         self.call = call
         self._template = [values[parameter.name] for parameter in call.kernel.params]
-        self._slots = [(index, value) for index, value in enumerate(self._template) if isinstance(value, Slot)]
-        self._grid = (*call.grid, 1, 1)[:3]
-        self._compiled: Any = None
+        slots = [(index, value) for index, value in enumerate(self._template) if isinstance(value, Slot)]
+        self._plain = [(index, slot.name) for index, slot in slots if slot.block is None]
+        self._described = [(index, _Described(slot)) for index, slot in slots if slot.block is not None]
+        self._launch: Any = None
 
     def run(self, tensors: Tensors) -> None:
-        if self._compiled is None:
-            self._compiled = self.call.bind(tensors).run()
+        if self._launch is None:
+            compiled = self.call.bind(tensors).run()
+            if compiled is not None:  # Triton's interpreter compiles nothing
+                self._launch = compiled[(*self.call.grid, 1, 1)[:3]]
             return
         args = self._template.copy()
-        for index, slot in self._slots:
-            args[index] = slot.bind(tensors)
-        self._compiled[self._grid](*args)
+        for index, name in self._plain:
+            args[index] = tensors[name]
+        for index, described in self._described:
+            args[index] = described.bind(tensors)
+        self._launch(*args)
+
+
+class _Described:
+    """The descriptor of a slot, again and again: its checks and its shape are the first one's, its tensor is not kept."""
+
+    __slots__ = ("_fields", "_kind", "_slot")
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._kind: Any = None
+        self._fields: dict[str, Any] = {}
+
+    def bind(self, tensors: Tensors) -> Any:
+        if self._kind is None:
+            first = self._slot.bind(tensors)
+            self._fields = {**vars(first), "base": None}
+            self._kind = type(first)
+            return first
+        tensor = tensors[self._slot.name]
+        assert tensor is not None
+        descriptor = object.__new__(self._kind)
+        descriptor.__dict__.update(self._fields, base=tensor.t() if self._slot.turned else tensor)
+        return descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +198,7 @@ class Program:
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, y: torch.Tensor) -> None:
         """Launches the calls, after which y holds the product. The tensors must have the facts the program was built for."""
         if not self._launchers:
-            self._launchers.extend(map(_Launcher, self.calls))
+            self._launchers[:] = [_Launcher(call) for call in self.calls]  # at once: backward has threads of its own
         tensors = self.tensors(a, b, bias, y)
         for launcher in self._launchers:
             launcher.run(tensors)

@@ -9,6 +9,7 @@ Limits    bf16, fp16 and fp32 on a GPU, weights too. Rows of more than 2^15 colu
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from primus_turbo_plugin.kernels.norm import NormRequest
 from primus_turbo_plugin.kernels.registry import Backend
+from primus_turbo_plugin.kernels.triton.launching import Answers, Launcher, facts, on_device
 from primus_turbo_plugin.kernels.triton.targets import dtype_refusal, refusal, warp_size
 
 LOG_WHOLE_FORWARD, LOG_WHOLE_BACKWARD = 15, 14
@@ -94,39 +96,79 @@ def _warps(elements: int, per_thread: int, most: int, lanes: int) -> int:
     return max(1, min(elements // (per_thread * lanes), most * 32 // lanes))
 
 
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """The forward pass of tensors that are alike.
+
+    Attributes:
+        launch: Fills y and the statistics; None for no rows.
+        sizes: Its integers.
+    """
+
+    launch: Launcher | None
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """The backward pass of tensors that are alike.
+
+    Attributes:
+        main: Fills dx; None for no rows.
+        sizes: Its integers.
+        sums: Shape of the partial sums of columns, `[1 or 2, programs, hidden]`.
+        columns: Fills the partial sums, by a read of its own; None where `main` does.
+        column_sizes: Its integers.
+        total: Adds them up.
+    """
+
+    main: Launcher | None
+    sizes: tuple[int, ...]
+    sums: tuple[int, int, int]
+    columns: Launcher | None = None
+    column_sizes: tuple[int, ...] = ()
+    total: Launcher | None = None
+
+
+_FORWARD: Answers[_Forward] = Answers()
+_BACKWARD: Answers[_Backward] = Answers()
+
+
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, *, rms: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(y, mean or None, rstd)."""
+    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    question = facts(x), facts(weight), facts(bias), zero_centered, rms
+    plan = _FORWARD.get(question)
+    if plan is None:
+        plan = _FORWARD.keep(question, _forward_plan(x, bias is not None, zero_centered, rms))
+    device = x.device
+    y = torch.empty(x.shape, dtype=x.dtype, device=device)
+    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=device)
+    mean = None if rms else torch.empty_like(rstd)
+    if plan.launch is not None:
+        with on_device(device):
+            plan.launch(x, weight, bias, y, mean, rstd, *plan.sizes, eps)
+    return y, mean, rstd
+
+
+def _forward_plan(x: Tensor, has_bias: bool, zero_centered: bool, rms: bool) -> _Forward:
     from primus_turbo_plugin.kernels.triton.norm_kernel import norm_fwd_chunks_kernel, norm_fwd_kernel
 
     rows, hidden = x.shape
-    y = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    mean = None if rms else torch.empty_like(rstd)
-    args = (
-        x,
-        weight.contiguous(),
-        None if bias is None else bias.contiguous(),
-        y,
-        mean,
-        rstd,
-        rows,
-        hidden,
-        *x.stride(),
-        eps,
-    )
-    kinds: dict[str, Any] = {"RMS": rms, "ZERO_CENTERED": zero_centered, "BIAS": bias is not None}
-    kinds["enable_fp_fusion"] = False
-    if rows:
-        with torch.cuda.device(x.device):
-            if _log2_up(hidden) <= LOG_WHOLE_FORWARD:
-                tile = forward_tile(hidden, warp_size(x.device.index))
-                norm_fwd_kernel[(-(-rows // tile["ROWS"]),)](*args, **kinds, **tile)
-            else:
-                log_chunks = _log2_up(-(-hidden >> LOG_CHUNK))
-                norm_fwd_chunks_kernel[(rows,)](*args, **kinds, LOG=LOG_CHUNK, LOG_CHUNKS=log_chunks, num_warps=4)
-    return y, mean, rstd
+    sizes = rows, hidden, *x.stride()
+    if not rows:
+        return _Forward(None, sizes)
+    constants: dict[str, Any] = {"RMS": rms, "ZERO_CENTERED": zero_centered, "BIAS": has_bias}
+    if _log2_up(hidden) <= LOG_WHOLE_FORWARD:
+        tile = forward_tile(hidden, warp_size(x.device.index))
+        kernel, grid, warps = norm_fwd_kernel, -(-rows // tile["ROWS"]), tile.pop("num_warps")
+    else:
+        tile = {"LOG": LOG_CHUNK, "LOG_CHUNKS": _log2_up(-(-hidden >> LOG_CHUNK))}
+        kernel, grid, warps = norm_fwd_chunks_kernel, rows, 4
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return _Forward(Launcher(kernel, (grid,), {**constants, **tile}, options), sizes)
 
 
 def _backward(
@@ -139,98 +181,58 @@ def _backward(
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor]:
     """(dx, fp32 sums `[1 or 2, hidden]`: dweight, and for a layer norm dbias)."""
-    rows, hidden = x.shape
-    dx = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
-    if not rows:
-        return dx, torch.zeros((1 if mean is None else 2, hidden), dtype=torch.float32, device=x.device)
-    residual = (None, 0, 0) if dresidual is None else (dresidual, *dresidual.stride())
-    kinds = {"RMS": mean is None, "ZERO_CENTERED": zero_centered, "RESIDUAL": dresidual is not None}
-    with torch.cuda.device(x.device):
-        if _log2_up(hidden) <= LOG_WHOLE_BACKWARD:
-            parts = _whole_rows(dy, x, weight.contiguous(), mean, rstd, residual, dx, kinds)
+    weight = weight.contiguous()
+    question = *map(facts, (dy, x, weight, mean, rstd, dresidual)), zero_centered
+    plan = _BACKWARD.get(question)
+    if plan is None:
+        plan = _BACKWARD.keep(question, _backward_plan(dy, x, mean is None, dresidual, zero_centered))
+    device, (sums, _, hidden) = x.device, plan.sums
+    dx = torch.empty(x.shape, dtype=x.dtype, device=device)
+    if plan.main is None or plan.total is None:
+        return dx, torch.zeros((sums, hidden), dtype=torch.float32, device=device)
+    parts = torch.empty(plan.sums, dtype=torch.float32, device=device)
+    total = torch.empty((sums, hidden), dtype=torch.float32, device=device)
+    with on_device(device):
+        if plan.columns is None:
+            plan.main(dy, x, weight, mean, rstd, dresidual, dx, parts, *plan.sizes)
         else:
-            parts = _chunks(dy, x, weight.contiguous(), mean, rstd, residual, dx, kinds)
-        return dx, _sum(parts)
+            unused = () if _log2_up(hidden) > LOG_WHOLE_BACKWARD else (None,)
+            plan.main(dy, x, weight, mean, rstd, dresidual, dx, *unused, *plan.sizes)
+            plan.columns(dy, x, mean, rstd, parts, *plan.column_sizes)
+        plan.total(parts, total, plan.sums[1], hidden)
+    return dx, total
 
 
-def _whole_rows(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    residual: tuple[Any, int, int],
-    dx: Tensor,
-    kinds: dict[str, bool],
-) -> Tensor:
-    """Fills dx; partial sums `[1 or 2, programs, hidden]`."""
-    from primus_turbo_plugin.kernels.triton.norm_kernel import norm_bwd_kernel
+def _backward_plan(dy: Tensor, x: Tensor, rms: bool, dresidual: Tensor | None, zero_centered: bool) -> _Backward:
+    from primus_turbo_plugin.kernels.triton import norm_kernel as kernels
 
     rows, hidden = x.shape
-    tile = backward_tile(hidden, warp_size(x.device.index))
-    programs, parts = -(-rows // tile["ROWS"]), None
-    if tile["SUMS"]:
-        units = torch.cuda.get_device_properties(x.device).multi_processor_count
-        programs = min(programs, units * programs_per_unit(hidden))
-        parts = torch.empty((1 if mean is None else 2, programs, hidden), dtype=torch.float32, device=x.device)
-    norm_bwd_kernel[(programs,)](
-        dy, x, weight, mean, rstd, residual[0], dx, parts,
-        rows, hidden,
-        *dy.stride(), *x.stride(), *residual[1:],
-        **kinds, **tile,
-    )  # fmt: skip
-    return _column_sums(dy, x, mean, rstd) if parts is None else parts
-
-
-def _chunks(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    residual: tuple[Any, int, int],
-    dx: Tensor,
-    kinds: dict[str, bool],
-) -> Tensor:
-    """As `_whole_rows`, for longer rows."""
-    from primus_turbo_plugin.kernels.triton.norm_kernel import norm_bwd_chunks_kernel
-
-    rows, hidden = x.shape
-    norm_bwd_chunks_kernel[(rows,)](
-        dy, x, weight, mean, rstd, residual[0], dx,
-        rows, hidden,
-        *dy.stride(), *x.stride(), *residual[1:],
-        **kinds, LOG=LOG_CHUNK, num_warps=8,
-    )  # fmt: skip
-    return _column_sums(dy, x, mean, rstd)
-
-
-def _column_sums(dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
-    """Partial sums `[1 or 2, programs, hidden]` by a read of their own."""
-    from primus_turbo_plugin.kernels.triton.norm_kernel import norm_weight_kernel
-
-    rows, hidden = x.shape
-    programs = min(-(-rows // _WEIGHT_ROWS), _WEIGHT_PROGRAMS)
-    parts = torch.empty((1 if mean is None else 2, programs, hidden), dtype=torch.float32, device=x.device)
-    norm_weight_kernel[(programs, -(-hidden // _WEIGHT_COLS))](
-        dy, x, mean, rstd, parts,
-        rows, hidden,
-        *dy.stride(), *x.stride(),
-        RMS=mean is None, ROWS=_WEIGHT_ROWS, COLS=_WEIGHT_COLS, num_warps=4,
-    )  # fmt: skip
-    return parts
-
-
-def _sum(parts: Tensor) -> Tensor:
-    """fp32 `[sums, programs, hidden]` over programs."""
-    from primus_turbo_plugin.kernels.triton.norm_kernel import SUM_COLS, SUM_ROWS, sum_parts_kernel
-
-    sums, count, hidden = parts.shape
-    out = torch.empty((sums, hidden), dtype=torch.float32, device=parts.device)
-    sum_parts_kernel[(-(-hidden // SUM_COLS), sums)](
-        parts, out, count, hidden, ROWS=SUM_ROWS, COLS=SUM_COLS, num_warps=4
-    )
-    return out
+    strides = *dy.stride(), *x.stride()
+    sizes = rows, hidden, *strides, *((0, 0) if dresidual is None else dresidual.stride())
+    count = 1 if rms else 2
+    if not rows:
+        return _Backward(None, sizes, (count, 0, hidden))
+    constants = {"RMS": rms, "ZERO_CENTERED": zero_centered, "RESIDUAL": dresidual is not None}
+    programs, with_sums = rows, False
+    if _log2_up(hidden) <= LOG_WHOLE_BACKWARD:
+        tile = backward_tile(hidden, warp_size(x.device.index))
+        programs, with_sums = -(-rows // tile["ROWS"]), bool(tile["SUMS"])
+        if with_sums:
+            units = torch.cuda.get_device_properties(x.device).multi_processor_count
+            programs = min(programs, units * programs_per_unit(hidden))
+        kernel, warps = kernels.norm_bwd_kernel, tile.pop("num_warps")
+    else:
+        kernel, warps, tile = kernels.norm_bwd_chunks_kernel, 8, {"LOG": LOG_CHUNK}
+    main = Launcher(kernel, (programs,), {**constants, **tile}, {"num_warps": warps})
+    columns = None
+    if not with_sums:
+        programs = min(-(-rows // _WEIGHT_ROWS), _WEIGHT_PROGRAMS)
+        block = {"RMS": rms, "ROWS": _WEIGHT_ROWS, "COLS": _WEIGHT_COLS}
+        grid = programs, -(-hidden // _WEIGHT_COLS)
+        columns = Launcher(kernels.norm_weight_kernel, grid, block, {"num_warps": 4})
+    block = {"ROWS": kernels.SUM_ROWS, "COLS": kernels.SUM_COLS}
+    total = Launcher(kernels.sum_parts_kernel, (-(-hidden // kernels.SUM_COLS), count), block, {"num_warps": 4})
+    return _Backward(main, sizes, (count, programs, hidden), columns, (rows, hidden, *strides), total)
 
 
 def supports(request: NormRequest) -> str | None:

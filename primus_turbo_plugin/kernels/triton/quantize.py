@@ -15,8 +15,8 @@ import torch
 from primus_turbo_plugin.errors import ConfigError, ShapeError
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import QuantizeRequest
-from primus_turbo_plugin.kernels.triton.quantize_copy import Copy
-from primus_turbo_plugin.kernels.triton.quantize_launch import launch, takes_words
+from primus_turbo_plugin.kernels.triton.launching import Answers, facts
+from primus_turbo_plugin.kernels.triton.quantize_launch import QuantizePlan, quantize_plan
 from primus_turbo_plugin.kernels.triton.targets import dtype_refusal, refusal
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
@@ -59,7 +59,9 @@ def quantize(
     return copy
 
 
-@torch.no_grad()
+_PLANS: Answers[QuantizePlan] = Answers()
+
+
 def quantize_both(
     x: torch.Tensor,
     row_spec: QuantSpec | None,
@@ -86,22 +88,14 @@ def quantize_both(
         ShapeError: x is not a 2D tensor of a supported dtype.
         ConfigError: A spec rounds stochastically and there is no key.
     """
-    check(x, (row_spec, col_spec), key)
-    (rows, cols), in_kernel = x.shape, takes_words(x, row_spec, col_spec)
-    row, col = (
-        Copy.of(rows, cols, x.device, spec, columnwise, key, signs_seed, scale_layout if in_kernel else "plain")
-        for spec, columnwise in ((row_spec, False), (col_spec, True))
-    )
-    if (row or col) and x.numel():
-        launch(x, row, col)
-    return _result(row, scale_layout), _result(col, scale_layout)
-
-
-def _result(copy: Copy | None, scale_layout: ScaleLayout) -> QuantizedTensor | None:
-    """The operand; quantize_tile.py writes plain scales only, which are shuffled here."""
-    if copy is None:
-        return None
-    return copy.result().with_scale_layout(scale_layout if copy.spec.is_mx else "plain")
+    question = facts(x), row_spec, col_spec, scale_layout
+    plan = _PLANS.get(question)
+    if plan is None:
+        check(x, (row_spec, col_spec), key)
+        plan = _PLANS.keep(question, quantize_plan(x, row_spec, col_spec, scale_layout))
+    elif key is None and plan.stochastic:
+        check(x, (row_spec, col_spec), key)
+    return plan.run(x, key, signs_seed)
 
 
 def supports(request: QuantizeRequest) -> str | None:

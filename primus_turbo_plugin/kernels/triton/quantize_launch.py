@@ -1,31 +1,128 @@
-"""Which quantisation kernel makes the copies of a tensor, and its launch."""
+"""Which quantisation kernel makes the copies of a tensor, and its launch.
+
+Everything but the tensors is decided once for tensors and specs that are alike, as a `QuantizePlan`; a call then allocates and
+launches.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from primus_turbo_plugin.kernels.triton.copy_meta import CopyMeta
-from primus_turbo_plugin.kernels.triton.quantize_copy import Copy
+from primus_turbo_plugin.kernels.triton.launching import Launcher, on_device
+from primus_turbo_plugin.kernels.triton.quantize_copy import CopyPlan, amax_buffers
 from primus_turbo_plugin.kernels.triton.targets import has_gluon, kernel_target, shared_memory_bytes, warp_size
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
+from primus_turbo_plugin.precision.quantized_tensor import Copies, QuantizedTensor
+from primus_turbo_plugin.precision.rounding import RoundingKey
+from primus_turbo_plugin.precision.scale_layout import ScaleLayout
 
 TILE_COLS = 128
 """Columns of a tile of quantize_shared.py."""
 GROUP = 8
 """Token tiles side by side, so that their pieces of a columnwise row meet in the L2 cache."""
 _MIN_TILE = 64
+_NOTHING = (None, None, None, (0, 0, 0, 0))
+"""Codes, scales, signs and random bits of a copy that is not wanted."""
 
 
-def launch(x: torch.Tensor, row: Copy | None, col: Copy | None) -> None:
-    """Make the copies of a non-empty x `[rows, cols]`. Shuffled scales only where `takes_words`."""
-    with torch.cuda.device(x.device):
-        if takes_words(x, row.spec if row else None, col.spec if col else None):
-            launch_shared(x, row, col)
-        else:
-            _launch_tile(x, row, col)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizePlan:
+    """The copies of one kind of tensor, and the launches that fill them.
+
+    Attributes:
+        row: Rowwise copy, or None.
+        col: Columnwise copy, or None.
+        amax: Finds the amax of scales that span an axis; None where none does.
+        amax_sizes: Its integers.
+        main: Makes the copies; None where there is nothing to be made, as of an empty tensor.
+        sizes: Its integers, in front of the random bits.
+        by_words: `main` is quantize_shared.py's, otherwise quantize_tile.py's.
+        shuffled: Layout into which plain scales of MX copies are brought afterwards.
+        stochastic: Random bits are wanted.
+    """
+
+    row: CopyPlan | None
+    col: CopyPlan | None
+    amax: Launcher | None = None
+    amax_sizes: tuple[int, ...] = ()
+    main: Launcher | None = None
+    sizes: tuple[int, ...] = ()
+    by_words: bool = False
+    shuffled: ScaleLayout = "plain"
+    stochastic: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        stochastic = any(copy is not None and copy.stochastic for copy in (self.row, self.col))
+        object.__setattr__(self, "stochastic", stochastic)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        key: RoundingKey | None,
+        signs_seed: int,
+        *,
+        gamma: torch.Tensor | None = None,
+        rstd: torch.Tensor | None = None,
+        sums: torch.Tensor | None = None,
+    ) -> Copies:
+        """The copies of a tensor of the kind that the plan is for.
+
+        Args:
+            x: `[rows, cols]`; `[rows, 2 cols]` in front of SwiGLU.
+            key: Random bits.
+            signs_seed: Seed of the rotation's signs.
+            gamma: Weight of RMS norm `[cols]`.
+            rstd: fp32 `[rows]` of RMS norm.
+            sums: fp32 `[ceil(rows / tile tokens), cols]` to be filled with sums of a tile's tokens.
+        """
+        device, row, col = x.device, self.row, self.col
+        row_data, row_scale, row_signs, row_words = _made(row, device, key, signs_seed)
+        col_data, col_scale, col_signs, col_words = _made(col, device, key, signs_seed)
+        if self.main is not None:
+            with on_device(device):
+                row_amax = col_amax = None
+                if self.amax is not None:
+                    row_amax, col_amax = amax_buffers(row, col, device)
+                    signs = () if self.by_words else (row_signs, col_signs)
+                    self.amax(x, row_amax, col_amax, *signs, *self.amax_sizes)
+                copies = row_data, row_scale, row_amax, row_signs, col_data, col_scale, col_amax, col_signs
+                if self.by_words:
+                    self.main(x, gamma, rstd, *copies, sums, *self.sizes, *row_words, *col_words)
+                else:
+                    self.main(x, *copies, *self.sizes, *row_words, *col_words)
+        made_row = None if row is None else row.result(row_data, row_scale, signs_seed)
+        made_col = None if col is None else col.result(col_data, col_scale, signs_seed)
+        if self.shuffled != "plain":
+            return self._in_layout(made_row), self._in_layout(made_col)
+        return made_row, made_col
+
+    def _in_layout(self, copy: QuantizedTensor | None) -> QuantizedTensor | None:
+        return copy.with_scale_layout(self.shuffled) if copy is not None and copy.spec.is_mx else copy
+
+
+def _made(copy: CopyPlan | None, device: torch.device, key: RoundingKey | None, signs_seed: int) -> tuple[Any, ...]:
+    """Codes, scales, signs and random bits of a copy."""
+    if copy is None:
+        return _NOTHING
+    return *copy.allocate(device), copy.signs(signs_seed, device), copy.words(key)
+
+
+def quantize_plan(
+    x: torch.Tensor, row_spec: QuantSpec | None, col_spec: QuantSpec | None, scale_layout: ScaleLayout
+) -> QuantizePlan:
+    """The plan for tensors like x `[rows, cols]`. quantize_tile.py writes plain scales only, which are shuffled afterwards."""
+    rows, cols = x.shape
+    by_words = takes_words(x, row_spec, col_spec)
+    layout: ScaleLayout = scale_layout if by_words else "plain"
+    row, col = CopyPlan.of(rows, cols, row_spec, False, layout), CopyPlan.of(rows, cols, col_spec, True, layout)
+    if (row or col) and x.numel():
+        return shared_plan(x, row, col) if by_words else _tile_plan(x, row, col, scale_layout)
+    return QuantizePlan(row=row, col=col, shuffled=scale_layout)
 
 
 def takes_words(x: torch.Tensor, row: QuantSpec | None, col: QuantSpec | None) -> bool:
@@ -48,18 +145,16 @@ def has_words(x: torch.Tensor) -> bool:
     return x.dtype is torch.bfloat16 and aligned
 
 
-def launch_shared(
+def shared_plan(
     x: torch.Tensor,
-    row: Copy | None,
-    col: Copy | None,
+    row: CopyPlan | None,
+    col: CopyPlan | None,
     *,
     cols: int | None = None,
     front: Any = None,
-    gamma: torch.Tensor | None = None,
-    rstd: torch.Tensor | None = None,
-    sums: torch.Tensor | None = None,
-) -> None:
-    """quantize_shared.py on x, or on what a front makes of it.
+    sums: bool = False,
+) -> QuantizePlan:
+    """The plan of quantize_shared.py on a non-empty x, or on what a front makes of it.
 
     Args:
         x: bf16 `[rows, cols]`; `[rows, 2 cols]` in front of SwiGLU. See `has_words`.
@@ -67,45 +162,36 @@ def launch_shared(
         col: Columnwise copy.
         cols: Columns of what is quantised; None for x's.
         front: `FrontMeta`, or None.
-        gamma: Weight of RMS norm `[cols]`.
-        rstd: fp32 `[rows]` of RMS norm.
-        sums: fp32 `[ceil(rows / tile_tokens), cols]` to be filled with sums of a tile's tokens.
+        sums: Whether tokens are added up as well.
     """
+    from primus_turbo_plugin.kernels.triton.quantize_amax import ROWS, TILES, amax_words_kernel
     from primus_turbo_plugin.kernels.triton.quantize_shared import quantize_shared_kernel
 
     rows, cols = x.shape[0], cols or x.shape[1]
-    index = x.device.index
-    target = kernel_target(index)
+    lanes = warp_size(x.device.index)
+    kind = None if front is None else front.kind
     specs = [copy.spec for copy in (row, col) if copy]
-    tiles_held = 2 if front is not None and front.kind == "swiglu" else 1
-    token_blocks = tile_token_blocks(shared_memory_bytes(index), specs, tiles_held=tiles_held)
+    shared_memory = shared_memory_bytes(x.device.index)
+    token_blocks = tile_token_blocks(shared_memory, specs, tiles_held=2 if kind == "swiglu" else 1)
+    sizes = rows, cols // 8, x.stride(0) // 8
+    amax = None
+    metas = _amax_metas(row, col)
+    if any(metas):
+        pieces = -(-cols // (TILE_COLS * TILES)), -(-rows // ROWS)
+        constants: dict[str, Any] = {"ROW": metas[0], "COL": metas[1], "ROWS": ROWS, "TILES": TILES}
+        amax = Launcher(amax_words_kernel, pieces, constants, {"num_warps": 8}, {0: torch.int32})
+    constants = {
+        "ROW": row.meta if row else None, "COL": col.meta if col else None, "FRONT": front, "SUMS": sums,
+        "SHUFFLED": any(copy.scale_layout != "plain" for copy in (row, col) if copy),
+        "REVERSED": kind == "rms_norm" or amax is not None,
+        "TB": token_blocks, "GROUP": GROUP, "LANES": lanes,
+        "EVEN": rows % (32 * token_blocks) == 0 and cols % TILE_COLS == 0, "TARGET": kernel_target(x.device.index),
+    }  # fmt: skip
+    options = {"num_warps": num_warps(token_blocks, lanes), **({} if front is None else {"enable_fp_fusion": False})}
+    words = dict.fromkeys((0, 3, 7), torch.int32)  # x and the codes
     grid = (-(-rows // (32 * token_blocks)) * -(-cols // TILE_COLS),)
-    words = x.view(torch.int32)
-    amax = _whole_axis_amax(words, row, col, rows, cols)
-    shuffled = any(copy.scale_layout != "plain" for copy in (row, col) if copy)
-    options = {"enable_fp_fusion": False} if front is not None else {}
-    quantize_shared_kernel[grid](
-        words, gamma, rstd,
-        *(row.buffers(torch.int32) if row else (None, None)), amax[0], row.signs if row else None,
-        *(col.buffers(torch.int32) if col else (None, None)), amax[1], col.signs if col else None,
-        sums,
-        rows, cols // 8, x.stride(0) // 8,
-        *(row.words if row else (0, 0, 0, 0)),
-        *(col.words if col else (0, 0, 0, 0)),
-        ROW=row.meta if row else None,
-        COL=col.meta if col else None,
-        FRONT=front,
-        SUMS=sums is not None,
-        SHUFFLED=shuffled,
-        REVERSED=rstd is not None or any(buffer is not None for buffer in amax),
-        TB=token_blocks,
-        GROUP=GROUP,
-        LANES=warp_size(index),
-        EVEN=rows % (32 * token_blocks) == 0 and cols % TILE_COLS == 0,
-        TARGET=target,
-        num_warps=num_warps(token_blocks, warp_size(index)),
-        **options,
-    )  # fmt: skip
+    main = Launcher(quantize_shared_kernel, grid, constants, options, words)
+    return QuantizePlan(row=row, col=col, amax=amax, amax_sizes=sizes, main=main, sizes=sizes, by_words=True)
 
 
 def tile_token_blocks(shared_memory: int, specs: Iterable[QuantSpec | None], *, tiles_held: int = 1) -> int:
@@ -128,48 +214,34 @@ def num_warps(token_blocks: int, lanes: int) -> int:
     return min(token_blocks * 64 // lanes, 4)
 
 
-def _whole_axis_amax(
-    words: torch.Tensor, row: Copy | None, col: Copy | None, rows: int, cols: int
-) -> list[torch.Tensor | None]:
-    """Amax bits of the copies whose scale spans an axis, by a read of their own."""
-    amax = [copy.amax_buffer() if copy else None for copy in (row, col)]
-    if any(buffer is not None for buffer in amax):
-        from primus_turbo_plugin.kernels.triton.quantize_amax import ROWS, TILES, amax_words_kernel
-
-        metas = [copy.meta if copy and copy.meta.needs_amax else None for copy in (row, col)]
-        grid = (-(-cols // (TILE_COLS * TILES)), -(-rows // ROWS))
-        amax_words_kernel[grid](
-            words, *amax, rows, cols // 8, words.stride(0) // 4,
-            ROW=metas[0], COL=metas[1], ROWS=ROWS, TILES=TILES, num_warps=8,
-        )  # fmt: skip
-    return amax
+def _amax_metas(row: CopyPlan | None, col: CopyPlan | None) -> list[CopyMeta | None]:
+    """What the amax pass needs to know of the copies that have one."""
+    return [copy.meta if copy is not None and copy.amax_size else None for copy in (row, col)]
 
 
-def _launch_tile(x: torch.Tensor, row: Copy | None, col: Copy | None) -> None:
+def _tile_plan(x: torch.Tensor, row: CopyPlan | None, col: CopyPlan | None, scale_layout: ScaleLayout) -> QuantizePlan:
     from primus_turbo_plugin.kernels.triton.quantize_tile import amax_kernel, quantize_kernel
 
     rows, cols = x.shape
     row_padded, col_padded = row.padded if row else cols, col.padded if col else rows
     block_m, block_n = tile_shape(row.meta if row else None, col.meta if col else None)
     grid = (-(-max(rows, col_padded) // block_m), -(-max(cols, row_padded) // block_n))
-    tile: dict[str, Any] = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 8 if block_m * block_n > 4096 else 4}
-    amax = [copy.amax_buffer() if copy else None for copy in (row, col)]
-    signs = [copy.signs if copy else None for copy in (row, col)]
-    if any(buffer is not None for buffer in amax):
-        metas = [copy.meta if copy and copy.meta.needs_amax else None for copy in (row, col)]
-        amax_kernel[grid](x, *amax, *signs, rows, cols, *x.stride(), ROW=metas[0], COL=metas[1], **tile)
-    quantize_kernel[grid](
-        x,
-        *(row.buffers() if row else (None, None)), amax[0], signs[0],
-        *(col.buffers() if col else (None, None)), amax[1], signs[1],
-        rows, cols, row_padded, col_padded,
-        *x.stride(),
-        *(row.words if row else (0, 0, 0, 0)),
-        *(col.words if col else (0, 0, 0, 0)),
-        ROW=row.meta if row else None,
-        COL=col.meta if col else None,
-        **tile,
-    )  # fmt: skip
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    options = {"num_warps": 8 if block_m * block_n > 4096 else 4}
+    amax = None
+    metas = _amax_metas(row, col)
+    if any(metas):
+        amax = Launcher(amax_kernel, grid, {"ROW": metas[0], "COL": metas[1], **blocks}, options)
+    constants = {"ROW": row.meta if row else None, "COL": col.meta if col else None, **blocks}
+    return QuantizePlan(
+        row=row,
+        col=col,
+        amax=amax,
+        amax_sizes=(rows, cols, *x.stride()),
+        main=Launcher(quantize_kernel, grid, constants, options),
+        sizes=(rows, cols, row_padded, col_padded, *x.stride()),
+        shuffled=scale_layout,
+    )
 
 
 def tile_shape(row: CopyMeta | None, col: CopyMeta | None) -> tuple[int, int]:

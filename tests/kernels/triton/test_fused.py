@@ -84,3 +84,14 @@ def test_what_the_kernels_cannot_read_is_refused() -> None:
         turbo.quantize_and_sum(torch.zeros(4, 16, dtype=torch.float16, device="cuda"), *PAIRS[0])
     with pytest.raises(ShapeError, match=r"hidden must be a multiple of 8, got x \[4, 24\]"):
         turbo.swiglu_quantize(torch.zeros(4, 24, dtype=torch.bfloat16, device="cuda"), *PAIRS[0])
+
+
+@needs_gpu
+def test_sums_beside_a_copy_that_is_not_padded_and_rows_at_an_odd_address(rng) -> None:
+    """FP8 with a scale for a column has 33 bytes a row, no whole words; a contiguous x may begin anywhere."""
+    whole = QuantSpec(format="fp8", block="rowwise"), QuantSpec(format="fp8")
+    x = _values(33, 136, rng)
+    for specs in (whole, whole[::-1]):
+        _assert_same(turbo.quantize_and_sum(x.cuda(), *specs), reference.quantize_and_sum(x, *specs))
+    odd = torch.cat((x.new_zeros(1), x.flatten())).cuda()[1:].view(33, 136)
+    _assert_same(turbo.quantize_and_sum(odd, *PAIRS[0]), reference.quantize_and_sum(x, *PAIRS[0]))

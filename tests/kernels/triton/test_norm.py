@@ -172,3 +172,23 @@ def test_float64_and_other_devices_are_left_to_the_reference() -> None:
     assert turbo.supports(wide) == "reads bf16, fp16 and fp32, not float64"
     assert default_registry().select("norm", wide).name == "reference"
     assert default_registry().select("norm", cpu).name == "reference"
+
+
+@needs_gpu
+def test_calls_that_come_again_do_not_reuse_what_belongs_to_other_tensors(rng) -> None:
+    """Alike but for contents, address or strides: each in turn, several times."""
+    for step in range(3):
+        values = _random((2 * 70 * 136,), torch.bfloat16, rng)
+        weight = _random((128,), torch.float32, rng)
+        for offset, *strides in ((0, 136, 1), (8, 136, 1), (1, 136, 1), (0, 128, 1), (0, 1, 70)):
+            x = values.as_strided((70, 128), strides, offset)
+            y, rstd = turbo.rms_norm_fwd(x, weight, 1e-5)
+            want, want_rstd = reference.rms_norm_fwd(x.cpu(), weight.cpu(), 1e-5)
+            assert torch.equal(y.cpu(), want), (step, offset, strides)
+            assert torch.equal(rstd.cpu(), want_rstd)
+            got = turbo.rms_norm_bwd(x, x, weight, rstd, dresidual=x if step else None)
+            close = reference.rms_norm_bwd(
+                x.cpu(), x.cpu(), weight.cpu(), want_rstd, dresidual=x.cpu() if step else None
+            )
+            for mine, theirs in zip(got, close):
+                torch.testing.assert_close(mine.cpu(), theirs, rtol=2.0**-7, atol=2.0**-10 * float(theirs.abs().max()))

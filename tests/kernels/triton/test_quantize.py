@@ -219,3 +219,22 @@ def test_a_cpu_tensor_is_refused_with_a_reason() -> None:
 def test_a_bf16_spec_is_refused() -> None:
     with pytest.raises(ConfigError, match="Use x itself"):
         turbo.quantize(torch.zeros(32, 32), QuantSpec.bf16())
+
+
+@needs_gpu
+def test_calls_that_come_again_do_not_reuse_what_belongs_to_other_tensors(rng) -> None:
+    """Alike but for contents, address, strides or key: each in turn, several times."""
+    base = torch.randn(130 * 264 + 16, generator=rng).bfloat16()
+    places = [(0, 264, 1), (8, 264, 1), (1, 264, 1), (0, 272, 1), (0, 1, 130)]
+    specs = QuantSpec(format="mxfp4", rounding="stochastic"), QuantSpec(format="mxfp8", rounding="stochastic")
+    for step in range(3):
+        values = torch.cat((base, base)) * 2.0**step
+        on_gpu = values.cuda()
+        for offset, *strides in places:
+            shape = (128, 256)
+            key = RoundingKey(seed=1, draw=step, tensor=offset, rank=0)
+            got = turbo.quantize_both(on_gpu.as_strided(shape, strides, offset), *specs, key=key)
+            want = reference.quantize_both(values.as_strided(shape, strides, offset), *specs, key=key)
+            for mine, theirs in zip(got, want):
+                assert torch.equal(mine.data.cpu(), theirs.data)
+                assert torch.equal(mine.block_scale.cpu(), theirs.block_scale)
