@@ -11,9 +11,11 @@ emulate    run an AMD kernel in the functional emulator
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from primus_turbo_plugin import __version__
@@ -22,11 +24,12 @@ from primus_turbo_plugin.errors import ConfigError, TurboError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns its exit code. The environment is read here."""
+    started = time.monotonic()
     missing = _torch_problem()
     if missing is not None:
         print(f"primus-turbo: {missing}", file=sys.stderr)
         return 1
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_args(argv, argparse.Namespace(started=started))
     run: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.run
     try:
         return run(args, os.environ)
@@ -76,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         default=900.0,
         metavar="S",
-        help="end the self-test of a GPU after S seconds (900)",
+        help="end the self-test of a GPU, and this command, S seconds after its start (900)",
     )
     doctor.add_argument(
         "--config", dest="turbo_config", metavar="FILE", help="check this configuration; as --turbo-config"
@@ -104,28 +107,36 @@ def build_parser() -> argparse.ArgumentParser:
 def _doctor(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     import dataclasses
 
+    from primus_turbo_plugin.diagnostics import selftest_guard
     from primus_turbo_plugin.diagnostics.doctor import examine
     from primus_turbo_plugin.diagnostics.render import render
     from primus_turbo_plugin.diagnostics.selftest import run_selftest
-    from primus_turbo_plugin.diagnostics.selftest_guard import run_guarded, show_progress
     from primus_turbo_plugin.kernels.registry import default_registry
     from primus_turbo_plugin.precision.config_sources import ResolvedConfig, resolve
 
+    if args.selftest:  # whatever hangs, in a driver say, this process ends, and says where it was
+        left = args.started + args.selftest_limit - time.monotonic()
+        faulthandler.dump_traceback_later(max(left, 0.0) + 5.0, exit=True, file=sys.__stderr__ or 2)
     resolved: ResolvedConfig | ConfigError
     try:
         resolved = resolve(args, environ)
     except ConfigError as error:
         resolved = error  # reported with everything else, so that one run shows all there is
     report = examine(resolved, environ)
-    if args.selftest:
-        on = report.device.torch_device
-        if on == "cpu":  # nothing here can hang a device
-            results = run_selftest(default_registry(), on)
-        else:
-            results = run_guarded(on, limit_s=args.selftest_limit, progress=show_progress)
+    on = report.device.torch_device
+    if args.selftest and on == "cpu":  # nothing here can hang a device
+        report = dataclasses.replace(report, selftest=run_selftest(default_registry(), on))
+    elif args.selftest:
+        results = selftest_guard.run_guarded(
+            on, limit_s=args.selftest_limit, started=args.started, progress=selftest_guard.show_progress
+        )
         report = dataclasses.replace(report, selftest=results)
-    print(json.dumps(report.to_dict(), indent=2) if args.json else render(report))
-    return 0 if report.is_healthy else 1
+    print(json.dumps(report.to_dict(), indent=2) if args.json else render(report), flush=True)
+    code = 0 if report.is_healthy else 1
+    faulthandler.cancel_dump_traceback_later()
+    if args.selftest and on != "cpu":
+        selftest_guard.leave_stuck_processes(code)
+    return code
 
 
 if __name__ == "__main__":

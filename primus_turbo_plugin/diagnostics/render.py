@@ -113,7 +113,7 @@ def config_rows(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
 
 
 def selftest_lines(results: tuple[CaseResult, ...]) -> list[str]:
-    """A row a kernel with its counts, every failure in full, and one line that says how it went."""
+    """A row a kernel with its counts, every failure (and what was cut off) in full, and one line that says how it went."""
     outcomes: tuple[Outcome, ...] = ("passed", "failed", "not claimed", "untested", "not run")
     counts: Counter[tuple[str, str, str]] = Counter((item.op, item.backend, item.outcome) for item in results)
     rows = []
@@ -121,15 +121,20 @@ def selftest_lines(results: tuple[CaseResult, ...]) -> list[str]:
         of = {outcome: counts[op, backend, outcome] for outcome in outcomes}
         verdict = "FAILED" if of["failed"] else "NOT RUN" if of["not run"] else "ok" if of["passed"] else "-"
         said = [f"{count} {outcome}" for outcome, count in of.items() if count]
+        seconds = sum(item.seconds for item in results if (item.op, item.backend) == (op, backend))
+        said += [f"{seconds:.0f} s"] if seconds >= 0.5 else []
         rows.append((op, backend, verdict, ", ".join(said)))
+    named = {"failed": "failed:", "not run": "not finished:"}  # of those not run, the ones that had begun
     failures = [
-        ("failed:", f"{item.op} {item.backend}", item.case, item.detail) for item in results if item.outcome == "failed"
+        (named[item.outcome], f"{item.op} {item.backend}", item.case, item.detail)
+        for item in sorted(results, key=lambda item: item.outcome, reverse=True)
+        if item.outcome == "failed" or (item.outcome == "not run" and item.seconds)
     ]
     total = Counter(item.outcome for item in results)
     summary = ", ".join(f"{total[outcome]} {outcome}" for outcome in outcomes if total[outcome])
-    good = not (total["failed"] or total["not run"])
+    verdict = "FAILED" if total["failed"] else "INCOMPLETE" if total["not run"] else "all that ran passed"
     return [
         *section("Self-test", rows),
         *table(failures),
-        f"  self-test: {'all that ran passed' if good else 'FAILED'}: {summary}",
+        f"  self-test: {verdict}: {summary}",
     ]

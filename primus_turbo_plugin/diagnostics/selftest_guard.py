@@ -1,37 +1,51 @@
-"""The self-test in a process of its own, so that a kernel that hangs or ends its process costs one case and not the report.
+"""The self-test in processes of its own, so that a kernel that hangs or ends its process costs one case and not the report.
 
-A fault of a GPU ends the process on ROCm, and leaves one on NVIDIA in which nothing runs any more. Either way the next process
-goes on with the next case.
+Several processes, because nearly all the time goes into compiling kernels, on the CPU. Each runs one case after another, as it is
+given them, the most telling ones first (`selftest.in_order`). A fault of a GPU ends the process on ROCm, perhaps with those
+beside it, and leaves one on NVIDIA in which nothing runs any more. So a case that loses its process while others run says nothing
+yet: it is run once more at the end, alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import torch
-
-from primus_turbo_plugin.diagnostics.selftest import CaseResult, Outcome, SelfTest, selftests
-from primus_turbo_plugin.kernels.registry import default_registry
+from primus_turbo_plugin.diagnostics.selftest import CaseResult, Outcome
+from primus_turbo_plugin.diagnostics.selftest_worker import run_cases, usable_cores
 
 _CASE_LIMIT_S = 180.0
 """A case compiles a few kernels; the largest take some ten seconds each."""
 _START_LIMIT_S = 120.0
 """Importing torch and listing the cases."""
+_ENDING_S = 2.0
+"""Kept of the limit for ending the processes and printing the report."""
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 Work = Callable[[str, int, Connection], None]
+
+
+class Stopped(BaseException):
+    """Somebody asked this process to end."""
 
 
 def run_guarded(
     torch_device: str,
     *,
     limit_s: float,
+    started: float | None = None,
     case_limit_s: float = _CASE_LIMIT_S,
+    processes: int | None = None,
     work: Work | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[CaseResult, ...]:
@@ -39,133 +53,265 @@ def run_guarded(
 
     Args:
         torch_device: `cuda` or `cpu`.
-        limit_s: After so many seconds what has not been run is reported as `not run`.
+        limit_s: After so many seconds this returns; what has no result is `not run`. SIGTERM and SIGINT do the same at once.
+        started: When these seconds began, by `time.monotonic`; now unless given.
         case_limit_s: After so many seconds a case has failed.
-        work: Runs tests from a number on and sends what it does; another one in tests.
-        progress: Is told what is being run.
+        processes: How many run at a time; by default as many as are of use here.
+        work: What a process does, as `selftest_worker.run_cases`; another one in tests.
+        progress: Is told in a line what begins, and how every case ended.
     """
-    run = _Run(torch_device, time.monotonic() + limit_s, case_limit_s, work or _work, progress or (lambda _: None))
-    start = 0
-    while not run.names or start < len(run.names):
-        start = run.process_from(start)
-    return tuple(run.results[i] for i in range(len(run.names)))
+    began = time.monotonic() if started is None else started
+    pool = _Pool(
+        torch_device=torch_device,
+        began=began,
+        deadline=began + max(limit_s - _ENDING_S, limit_s / 2),
+        case_limit_s=case_limit_s,
+        processes=processes or max(1, min(8, usable_cores() // 2)),
+        work=work or run_cases,
+        progress=progress or (lambda _: None),
+    )
+    pool.progress(f"self-test: {pool.processes} processes, {limit_s:.0f} s at most")
+    try:
+        with _stopped_by_signals():
+            reason = pool.run()
+    except Stopped as stop:
+        reason = f"stopped by {stop}"
+    finally:
+        pool.end_processes()
+    return pool.all_results(reason)
 
 
-@dataclass(slots=True)
-class _Run:
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A process.
+
+    Attributes:
+        process, pipe: What it is, and how to talk to it.
+        since: When it was started or was given its case.
+        current: The number of its case; None while it has none.
+        ready: Whether it has said what there is to run.
+    """
+
+    process: Any
+    pipe: Connection
+    since: float
+    current: int | None = None
+    ready: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self.ready and self.current is None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pool:
     """A self-test under way.
 
     Attributes:
-        torch_device, case_limit_s, work, progress: As in `run_guarded`.
-        deadline: When the time is up, by `time.monotonic`.
-        names: Op, backend and case of everything there is to run, once the first process has said it.
+        torch_device, case_limit_s, processes, work, progress: As in `run_guarded`.
+        began, deadline: By `time.monotonic`.
+        names: Op, backend and case of everything there is, once a process has said it.
         results: By number.
+        unneeded: Results that need no run.
+        todo: Numbers of the cases that nobody has begun.
+        again: Number -> what happened, of cases that lost their process while others were there.
+        workers: The processes.
+        lost_starts: Processes in a row that ended before they were ready.
+        lost_start: What happened to the last of them.
     """
 
     torch_device: str
+    began: float
     deadline: float
     case_limit_s: float
+    processes: int
     work: Work
     progress: Callable[[str], None]
     names: list[tuple[str, str, str]] = field(default_factory=list)
     results: dict[int, CaseResult] = field(default_factory=dict)
+    unneeded: int = 0
+    todo: deque[int] = field(default_factory=deque)
+    again: dict[int, str] = field(default_factory=dict)
+    workers: list[_Worker] = field(default_factory=list)
+    lost_starts: int = 0
+    lost_start: str = ""
 
-    def process_from(self, start: int) -> int:
-        """Runs cases from `start` on until all are done or the process ends; the number of the next one."""
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=self.work, args=(self.torch_device, start, theirs), daemon=True)
-        process.start()
-        theirs.close()
+    def run(self) -> str:
+        """Runs everything there is time for; why what is left has not been run."""
+        while not self.names or self.todo or self.again or any(w.current is not None for w in self.workers):
+            self._hire()
+            if not self.workers:
+                return f"no process starts: {self.lost_start}"
+            self._give_out()
+            waiting = [w for w in self.workers if not w.is_idle]
+            until = min([self.deadline, *(self._patience_with(w) for w in waiting)])
+            heard = wait([w.pipe for w in self.workers], max(until - time.monotonic(), 0.0))
+            for worker in [w for w in self.workers if w.pipe in heard]:
+                self._hear(worker)
+            now = time.monotonic()
+            if now >= self.deadline:
+                return "the time was up"
+            for worker in [w for w in waiting if w in self.workers and not w.is_idle and now >= self._patience_with(w)]:
+                self._lose(worker, f"no result after {now - worker.since:.0f} s: it hangs")
+        return ""
+
+    def _patience_with(self, worker: _Worker) -> float:
+        return worker.since + (self.case_limit_s if worker.ready else _START_LIMIT_S)
+
+    def _hire(self) -> None:
+        """As many processes as there is work for; none after two in a row that did not start."""
+        wanted = self.processes
+        if self.names:
+            wanted = min(wanted, max(1, len(self.todo) + sum(w.current is not None for w in self.workers)))
+        while len(self.workers) < wanted and self.lost_starts < 2:
+            context = multiprocessing.get_context("spawn")
+            ours, theirs = context.Pipe()
+            share = max(1, usable_cores() // self.processes)
+            process = context.Process(target=self.work, args=(self.torch_device, share, theirs), daemon=True)
+            with (
+                _signals_held_back()
+            ):  # in there for ever: what Ctrl-C or `timeout` sends to all is for this process to answer
+                process.start()
+            theirs.close()
+            self.workers.append(_Worker(process, ours, time.monotonic()))
+
+    def _give_out(self) -> None:
+        """A case for everybody who is idle; when there are none left, those that are to run alone, one at a time."""
+        for worker in [w for w in self.workers if w.is_idle]:
+            alone = all(w.is_idle for w in self.workers)
+            number = self.todo[0] if self.todo else next(iter(self.again), None) if alone else None
+            if number is None:
+                return
+            try:
+                worker.pipe.send(number)
+            except (BrokenPipeError, ConnectionResetError):  # it has ended since
+                self._end(worker)
+                continue
+            if self.todo:
+                self.todo.popleft()
+            worker.current, worker.since = number, time.monotonic()
+
+    def _hear(self, worker: _Worker) -> None:
+        """What a process says."""
         try:
-            return self._listen(ours, start)
-        except EOFError:
-            process.join()
-            return self._failed(f"its process ended with exit code {process.exitcode}", start)
-        finally:
-            process.kill()
-            process.join()
-
-    def _listen(self, ours: Connection, start: int) -> int:
-        """What the process says, until it is done; the number of the next case."""
-        current, patience = start, _START_LIMIT_S
-        while True:
-            left = min(patience, self.deadline - time.monotonic())
-            if left <= 0 or not ours.poll(left):
-                if time.monotonic() >= self.deadline:
-                    return self._times_up()
-                return self._failed(f"no result after {patience:.0f} s: the kernel hangs", current)
-            kind, *said = ours.recv()
-            if kind == "names":
-                self.names[:], patience = said[0], self.case_limit_s
-            elif kind == "begins":
-                current = said[0]
-                op, backend, _ = self.names[current]
-                self.progress(f"{current + 1} of {len(self.names)}: {op} {backend}")
-            elif kind == "ended":
-                self.results[said[0]] = said[1]
-                current = said[0] + 1
-            else:  # "done", or "poisoned": the device serves this process no longer
-                return current
-
-    def _failed(self, detail: str, current: int) -> int:
-        """The first case without a result has failed; the number of the next one."""
-        self._name_something()
-        missing = [i for i in range(current, len(self.names)) if i not in self.results]
-        if not missing:  # it ended after the last case
-            return len(self.names)
-        self.results[missing[0]] = self._result(missing[0], "failed", detail)
-        return missing[0] + 1
-
-    def _times_up(self) -> int:
-        """What has no result has not been run; the number of cases."""
-        self._name_something()
-        for i in range(len(self.names)):
-            if i not in self.results:
-                self.results[i] = self._result(i, "not run", "the time was up")
-        return len(self.names)
-
-    def _name_something(self) -> None:
-        """So that a self-test that ended before it could say what there is to run has a row."""
-        if not self.names:
-            self.names.append(("selftest", "-", "start"))
-
-    def _result(self, index: int, outcome: Outcome, detail: str) -> CaseResult:
-        op, backend, case = self.names[index]
-        return CaseResult(op=op, backend=backend, case=case, outcome=outcome, detail=detail)
-
-
-def _work(torch_device: str, start: int, out: Connection) -> None:
-    """In the process: everything from `start` on."""
-    send_results(selftests(default_registry(), torch_device), torch_device, start, out)
-
-
-def send_results(tests: Any, torch_device: str, start: int, out: Connection) -> None:
-    """Runs tests and tells the other side what begins and how it ended."""
-    device = torch.device(torch_device)
-    out.send(("names", [(test.op, test.backend, test.case) for test in tests]))
-    for i in range(start, len(tests)):
-        test: SelfTest = tests[i]
-        out.send(("begins", i))
-        out.send(("ended", i, test.run(device)))
-        if not _device_serves(device):
-            out.send(("poisoned",))
+            kind, *said = worker.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            worker.process.join(_ENDING_S)
+            code = worker.process.exitcode
+            if code is not None and -code in _STOPPING:
+                raise Stopped(signal.Signals(-code).name) from None
+            self._lose(worker, f"its process ended with exit code {code}")
             return
-    out.send(("done",))
+        if kind == "ready":
+            worker.ready, self.lost_starts = True, 0
+            if not self.names:
+                self._learn(*said)
+            return
+        result, device_serves = said
+        number, worker.current = worker.current, None
+        assert number is not None
+        self._ended(number, result)
+        if not device_serves:
+            self._end(worker)
+
+    def _learn(self, names: list[tuple[str, str, str]], unneeded: dict[int, CaseResult], order: list[int]) -> None:
+        self.names, self.todo, self.unneeded = names, deque(order), len(unneeded)
+        self.results.update(unneeded)
+        self._say(f"{len(order)} cases to run; {len(unneeded)} are not claimed, or untested")
+
+    def _ended(self, number: int, result: CaseResult) -> None:
+        self.again.pop(number, None)
+        self.results[number] = result
+        count = f"{len(self.results) - self.unneeded:3}/{len(self.names) - self.unneeded}"
+        verdict = "ok    " if result.outcome == "passed" else "FAILED"
+        detail = f": {result.detail}" if result.detail else ""
+        case = f"{result.op} {result.backend}, {result.case} ({result.seconds:.1f} s)"
+        self._say(f"{count}  {verdict}  {case}{detail}")
+
+    def _lose(self, worker: _Worker, what: str) -> None:
+        """A process is gone, or is ended here: its case has failed if nobody else was there, else it is run again."""
+        number, seconds = worker.current, time.monotonic() - worker.since
+        self._end(worker)
+        if number is None and not worker.ready:
+            self.lost_starts, self.lost_start = self.lost_starts + 1, what
+        elif number is None:
+            return
+        elif number in self.again or not self.workers:
+            self._ended(number, self._result(number, "failed", what, seconds))
+        else:
+            self.again[number] = what
+            self._say(f"{', '.join(self.names[number])}: {what}; once more later, alone")
+
+    def _end(self, worker: _Worker) -> None:
+        self.workers.remove(worker)
+        worker.process.kill()
+        worker.process.join(_ENDING_S)
+        worker.pipe.close()
+
+    def end_processes(self) -> None:
+        """Ends all; one that the driver of a hanging GPU holds back is left behind."""
+        for worker in self.workers:
+            worker.process.kill()
+        until = time.monotonic() + _ENDING_S / 2
+        for worker in self.workers:
+            worker.process.join(max(0.0, until - time.monotonic()))
+
+    def all_results(self, reason: str) -> tuple[CaseResult, ...]:
+        """In the order of the list; what has no result has not been run, for this reason."""
+        if not self.names:
+            detail = f"no process became ready to run a case: {reason}"
+            return (CaseResult(op="selftest", backend="-", case="start", outcome="failed", detail=detail),)
+        for number, what in self.again.items():
+            self.results[number] = self._result(number, "failed", f"{what}, while others ran", 0.0)
+        for worker in self.workers:
+            if worker.current is not None:
+                seconds = time.monotonic() - worker.since
+                detail = f"{reason} {seconds:.0f} s after it began"
+                self.results.setdefault(worker.current, self._result(worker.current, "not run", detail, seconds))
+        return tuple(self.results.get(i) or self._result(i, "not run", reason, 0.0) for i in range(len(self.names)))
+
+    def _result(self, number: int, outcome: Outcome, detail: str, seconds: float) -> CaseResult:
+        op, backend, case = self.names[number]
+        return CaseResult(op=op, backend=backend, case=case, outcome=outcome, detail=detail, seconds=seconds)
+
+    def _say(self, text: str) -> None:
+        self.progress(f"{time.monotonic() - self.began:6.1f} s  {text}")
 
 
-def _device_serves(device: torch.device) -> bool:
-    """Whether the device still runs what it is given: after a fault on NVIDIA it refuses this process everything."""
-    if device.type == "cpu":
-        return True
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT raise `Stopped` here."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in _STOPPING}
     try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def show_progress(text: str) -> None:
-    """One line on a terminal, overwritten; nothing in a file."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[Kself-test {text}", end="", file=sys.stderr, flush=True)
+    """A line at once, also into a pipe; beside the report, which is all of standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def leave_stuck_processes(code: int) -> None:
+    """Ends this process where one of its own cannot be ended: Python would wait for it for ever."""
+    if multiprocessing.active_children():
+        sys.stdout.flush()
+        os._exit(code)
