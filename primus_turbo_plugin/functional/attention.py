@@ -8,6 +8,7 @@ Context parallelism: context_parallel/
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,10 +28,12 @@ from primus_turbo_plugin.kernels.attention import (
     AttentionRequest,
     Dropout,
 )
-from primus_turbo_plugin.kernels.registry import default_registry
+from primus_turbo_plugin.kernels.registry import KernelRegistry, default_registry
 from primus_turbo_plugin.precision.attention import AttentionPrecision
 
 Layout = Literal["sbhd", "bshd", "thd"]
+_EVERY_KEY = AttentionMask()
+_OWN_PRECISION = AttentionPrecision()
 
 
 def attention(
@@ -81,13 +84,13 @@ def attention(
     """
     options = AttentionOptions(
         scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
-        mask=mask or AttentionMask(),
+        mask=mask or _EVERY_KEY,
         softcap=softcap,
         dropout=dropout,
         deterministic=deterministic,
-        precision=precision or AttentionPrecision(),
+        precision=precision or _OWN_PRECISION,
     )
-    q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
+    q, k, v = _cast(q), _cast(k), _cast(v)
     _check(q, k, v, layout, options, bias, sinks, 1 if context is None else context.size)
     if context is not None and context.size > 1:
         with no_autocast(q):
@@ -121,7 +124,7 @@ def attention_with_lse(
     Raises:
         ShapeError, UnsupportedError: As `attention`.
     """
-    q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
+    q, k, v = _cast(q), _cast(k), _cast(v)
     _check(q, k, v, layout, options, bias, sinks, 1)
     return _on_one_rank(q, k, v, bias, sinks, layout, options, kernels)
 
@@ -131,8 +134,8 @@ def _on_one_rank(
     layout: Layout, options: AttentionOptions, kernels: Sequence[str] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse)."""
-    q_view, k_view, v_view = (_batch_first(x, layout) for x in (q, k, v))
-    facts = AttentionRequest.facts(q_view, k_view, v_view, options, bias=bias, sinks=sinks)
+    tokens = 1 if layout == "bshd" else 0
+    facts = AttentionRequest.facts(q, k, v, options, bias=bias, sinks=sinks, tokens=tokens)
     name = _select(tuple(facts.items()), None if kernels is None else tuple(kernels))
     call = _Call(layout, options, _KERNELS[name])
     with no_autocast(q):
@@ -147,7 +150,12 @@ _KERNELS: dict[str, Any] = {}
 @torch.compiler.assume_constant_result  # type: ignore[misc,untyped-decorator,unused-ignore]
 def _select(facts: tuple[tuple[str, Any], ...], order: tuple[str, ...] | None) -> str:
     """Name of the backend that serves a request; while compiling it is found once and guarded by what `facts` came from."""
-    backend = default_registry().select("attention", AttentionRequest(**dict(facts)), order)
+    return _selected(default_registry(), facts, order)
+
+
+@functools.lru_cache(maxsize=256)
+def _selected(registry: KernelRegistry, facts: tuple[tuple[str, Any], ...], order: tuple[str, ...] | None) -> str:
+    backend = registry.select("attention", AttentionRequest(**dict(facts)), order)
     _KERNELS[backend.name] = backend.kernels
     return backend.name
 
@@ -206,11 +214,24 @@ class _Attention(Function):
         return dq, dk, dv, dbias, dsinks, None
 
 
+def _cast(x: Tensor) -> Tensor:
+    dtype = compute_dtype(x)
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def _batch_first(x: Tensor, layout: Layout) -> Tensor:
     """A `[batch, seq, heads, dim]` view."""
     if layout == "thd":
         return x.unsqueeze(0)
     return x.transpose(0, 1) if layout == "sbhd" else x
+
+
+def _sizes(x: Tensor, layout: Layout) -> tuple[int, int, int, int]:
+    """(batch, seq, heads, dim)."""
+    if layout == "thd":
+        return 1, *x.shape  # type: ignore[return-value]
+    first, second, heads, dim = x.shape
+    return (second, first, heads, dim) if layout == "sbhd" else (first, second, heads, dim)
 
 
 def _as_laid_out(x: Tensor, layout: Layout) -> Tensor:
@@ -232,8 +253,8 @@ def _check(
 ) -> None:
     mask, dropout = options.mask, options.dropout
     _check_shapes(q, k, v, layout, packed=mask.packing is not None)
-    batch, queries, heads, _ = _batch_first(q, layout).shape
-    scores = [batch, heads, queries, _batch_first(k, layout).shape[1] * context_size]
+    batch, queries, heads, _ = _sizes(q, layout)
+    scores = [batch, heads, queries, _sizes(k, layout)[1] * context_size]
     if sinks is not None and sinks.shape != (heads,):
         raise ShapeError(f"attention: sinks must be [heads] = [{heads}], got {list(sinks.shape)}.")
     for name, value in (("mask", mask.masked), ("bias", bias)):
@@ -264,17 +285,23 @@ def _check_dropout(dropout: Dropout, q: Tensor) -> None:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, packed: bool) -> None:
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if (layout == "thd") != packed:
         raise ShapeError(
             f"attention: layout 'thd' and packed lengths go together, got layout {layout!r} and {'' if packed else 'no '}lengths."
         )
     if not q.dim() == k.dim() == v.dim() == len(layout):
-        raise ShapeError(f"attention: layout {layout!r} needs {len(layout)} dimensions, got {shapes}.")
+        raise ShapeError(f"attention: layout {layout!r} needs {len(layout)} dimensions, got {_shapes(q, k, v)}.")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ShapeError(f"attention: q, k and v must share a float dtype, got {q.dtype}, {k.dtype}, {v.dtype}.")
-    q, k = _batch_first(q, layout), _batch_first(k, layout)
-    if k.shape[:-1] != _batch_first(v, layout).shape[:-1] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ShapeError(f"attention ({layout}): batch, keys, groups and the dim of q and k must agree, got {shapes}.")
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ShapeError(f"attention ({layout}): the heads of k and v must divide those of q, got {shapes}.")
+    q_batch, _, q_heads, q_dim = _sizes(q, layout)
+    k_batch, _, groups, k_dim = _sizes(k, layout)
+    if k.shape[:-1] != v.shape[:-1] or q_batch != k_batch or q_dim != k_dim:
+        raise ShapeError(
+            f"attention ({layout}): batch, keys, groups and the dim of q and k must agree, got {_shapes(q, k, v)}."
+        )
+    if groups == 0 or q_heads % groups:
+        raise ShapeError(f"attention ({layout}): the heads of k and v must divide those of q, got {_shapes(q, k, v)}.")
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"

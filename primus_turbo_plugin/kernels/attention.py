@@ -192,20 +192,24 @@ class AttentionRequest(Request):
 
     @staticmethod
     def facts(
-        q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, bias: Tensor | None, sinks: Tensor | None
-    ) -> dict[str, Any]:
-        """The fields of that request: plain values, which torch.compile can take for constants."""
+        q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, bias: Tensor | None, sinks: Tensor | None,
+        tokens: int = 1,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The fields of that request: plain values, which torch.compile can take for constants.
+
+        Dimension `tokens` holds the tokens, the last two heads and dim; the batch does not matter.
+        """
         mask = options.mask
         return {
             "device": q.device.type,
             "dtype": q.dtype,
-            "heads": q.shape[2],
-            "groups": k.shape[2],
-            "head_dim": q.shape[3],
-            "v_head_dim": v.shape[3],
+            "heads": q.shape[-2],
+            "groups": k.shape[-2],
+            "head_dim": q.shape[-1],
+            "v_head_dim": v.shape[-1],
             "window": mask.window,
             "causal": mask.causal,
-            "unequal_lengths": True if q.shape[1] != k.shape[1] else False,  # noqa: SIM210
+            "unequal_lengths": True if q.shape[tokens] != k.shape[tokens] else False,  # noqa: SIM210
             "masked": mask.masked is not None,
             "packed": mask.packing is not None,
             "context_parallel": mask.zigzag is not None,

@@ -5,13 +5,14 @@ What is compiled runs on GPUs only (tests/kernels/triton); here the graphs are l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from primus_turbo_plugin.functional.attention import _selected as selected
 from primus_turbo_plugin.functional.attention import attention
 from primus_turbo_plugin.kernels.attention import AttentionMask, Dropout, Packing
 from primus_turbo_plugin.kernels.triton import attention as triton_attention
@@ -36,17 +37,25 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody remembers who served before, nor that Triton served CPU tensors."""
+    monkeypatch.setattr(triton_attention, "refusal", lambda device: None)
+    selected.cache_clear()
+    yield
+    selected.cache_clear()
+
+
 class _Traced(Exception):
     """In place of the run that follows compilation."""
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "any length"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_one_graph_with_both_passes(name: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_one_graph_with_both_passes(name: str, dynamic: bool, as_on_a_gpu: None) -> None:
     from torch._dynamo.backends.common import aot_autograd
 
     torch._dynamo.reset()
-    monkeypatch.setattr(triton_attention, "refusal", lambda device: None)  # as on a GPU
     more = CALLS[name]()
     shape = (20, 1) if more.get("layout", "sbhd") == "sbhd" else (20,)
     q, k, v = (torch.randn(*shape, n, 64, dtype=torch.bfloat16).requires_grad_() for n in (4, 2, 2))

@@ -41,9 +41,10 @@ def attention_fwd(
     assert bias is None, "supports() refuses a bias"
     if out is None:
         out = q.new_empty(*q.shape[:3], v.shape[3])
-    forward = attention_fp8_ops.attention_fp8_fwd if options.precision.is_quantized else attention_ops.attention_fwd
-    lse = forward(q, k, v, out, *_fields(options, sinks))
-    return out, lse
+    if options.precision.is_quantized:
+        return out, attention_fp8_ops.attention_fp8_fwd(q, k, v, out, *_fields(options, sinks))
+    counter = attention_ops.counter_for(q)
+    return out, attention_ops.attention_fwd(q, k, v, out, *_fields(options, sinks), counter)
 
 
 @torch.no_grad()
@@ -71,8 +72,9 @@ def attention_bwd(
     if options.precision.is_quantized:
         q_grad_dtype, kv_grad_dtype = q_grad_dtype or q.dtype, kv_grad_dtype or k.dtype
         dout, q, k, v = attention_fp8_ops.decoded_for_gradients(dout, q, k, v, options)
+    counter = attention_ops.counter_for(q)
     dq, dk, dv, row_delta = attention_ops.attention_bwd(
-        dout, q, k, v, out, lse, delta, q_grad_dtype, kv_grad_dtype, *_fields(options, sinks)
+        dout, q, k, v, out, lse, delta, q_grad_dtype, kv_grad_dtype, *_fields(options, sinks), counter
     )
     dsinks = None
     if sinks is not None:

@@ -16,6 +16,7 @@ from primus_turbo_plugin.kernels.triton.attention_launch import (
     query_slots,
     shared_args,
 )
+from primus_turbo_plugin.kernels.triton.attention_plan import Moved
 
 _ROWS = 128  # queries of a program
 _KEYS = 128
@@ -69,8 +70,10 @@ def order_of(problem: Problem) -> Order:
     return "dense" if problem.cu_q is None else "packed"
 
 
-def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem) -> Launch:
-    """The forward kernel, writing out (dense in its last dimension) and lse."""
+def forward_launch(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, counter: Tensor | None = None
+) -> Launch:
+    """The forward kernel, writing out (dense in its last dimension) and lse; `counter` is an int32 zero, None for a new one."""
     from primus_turbo_plugin.kernels.triton.attention_hopper_fwd import attention_hopper_fwd_kernel
 
     width = _width(q, v)
@@ -84,7 +87,7 @@ def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pr
     del args["grad_scale"]
     constants = {**_reaches(problem), "SINKS": problem.sinks is not None, "BLOCK_N": block_n, "SLOTS": 2}
     constants |= {"D": width, "TAIL": _tail(q, width), "META": _pieces(problem)}
-    return _shared_out(attention_hopper_fwd_kernel, args, constants, q, persistent=True)
+    return _shared_out(attention_hopper_fwd_kernel, args, constants, q, counter, persistent=True)
 
 
 def dkdv_launch(
@@ -128,9 +131,10 @@ def dkdv_keys(q: Tensor, v: Tensor) -> int:
 
 
 def dq_launch(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dq: Tensor, lse2: Tensor, delta: Tensor, problem: Problem
-) -> Launch:
-    """dq, dense in its last dimension."""
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dq: Tensor, lse2: Tensor, delta: Tensor, problem: Problem,
+    counter: Tensor | None = None,
+) -> Launch:  # fmt: skip
+    """dq, dense in its last dimension; `counter` as for `forward_launch`."""
     from primus_turbo_plugin.kernels.triton.attention_hopper_dq import attention_hopper_dq_kernel
 
     width = _width(q, v)
@@ -147,12 +151,17 @@ def dq_launch(
     }  # fmt: skip
     constants = {**_reaches(problem), "META": _pieces(problem), "BLOCK_N": block_n, "SLOTS": slots, "V_SLOTS": v_slots}
     constants |= {"D": width, "TAIL": _tail(q, width)}
-    return _shared_out(attention_hopper_dq_kernel, args, constants, q, persistent=k.shape[1] <= _SHORT)
+    return _shared_out(attention_hopper_dq_kernel, args, constants, q, counter, persistent=k.shape[1] <= _SHORT)
 
 
-def _shared_out(kernel: Any, args: dict[str, Any], constants: dict[str, Any], q: Tensor, *, persistent: bool) -> Launch:
-    """A program for every item, or as many as run at once."""
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if persistent else None
+def _shared_out(
+    kernel: Any, args: dict[str, Any], constants: dict[str, Any], q: Tensor, counter: Tensor | None, *, persistent: bool
+) -> Launch:
+    """A program for every item, or as many as run at once, which then count by `counter` what is done."""
+    if not persistent:
+        counter = None
+    elif counter is None:
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     grid = min(args["items"], _multiprocessors(q)) if persistent else args["items"]
     return Launch(
         kernel, (grid,), args | {"counter": counter}, constants | {"PERSISTENT": persistent}, {"num_warps": 4}
@@ -172,19 +181,8 @@ def descriptor(x: Tensor, rows: int, width: int, problem: Problem | None = None)
     if problem is None or problem.cu_q is None:
         return TensorDescriptor(x, list(x.shape), strides, block, layout)
     tokens, step = x.shape[1], strides[1]
-    base = _Moved(x, -tokens * step)
+    base = Moved(x, -tokens * step)
     return TensorDescriptor(base, [tokens + 1, *x.shape[1:]], [step, *strides[1:]], block, layout)
-
-
-class _Moved:
-    """A tensor as far as a descriptor looks, `offset` elements away from `x`."""
-
-    def __init__(self, x: Tensor, offset: int) -> None:
-        self._x, self._offset = x, offset
-        self.dtype = x.dtype
-
-    def data_ptr(self) -> int:
-        return self._x.data_ptr() + self._offset * self._x.element_size()
 
 
 @functools.cache

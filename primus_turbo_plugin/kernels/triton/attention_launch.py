@@ -41,7 +41,7 @@ class Problem:
         q_places: int32 `[queries]`, where each stands among all tokens, for the dropout; None: counted.
         k_places: The same for the keys.
         sinks: `[heads]` or None.
-        masked: bool `[batch | 1, heads | 1, queries | 1, keys | 1]`, True where not seen, or None.
+        masked: bool (or its bytes) `[batch | 1, heads | 1, queries | 1, keys | 1]`, True where not seen, or None.
         cu_q: int32 `[sequences + 1]`, or None for a dense batch.
         starts_q: Likewise, padding counted in.
         cu_k: Of the keys.
@@ -79,8 +79,9 @@ class Launch:
     constants: dict[str, Any]
     options: dict[str, int]
 
-    def run(self) -> None:
-        self.kernel[self.grid](**self.args, **self.constants, **self.options)
+    def run(self) -> Any:
+        """The compiled kernel that ran, where Triton tells."""
+        return self.kernel[self.grid](**self.args, **self.constants, **self.options)
 
 
 def split_dim(dim: int) -> tuple[int, int]:
@@ -213,7 +214,7 @@ def shared_args(q: Tensor, k: Tensor, problem: Problem) -> dict[str, Any]:
     capped = problem.softcap != 0.0
     keep = 1.0 - problem.probability
     return {
-        "masked": None if problem.masked is None else problem.masked.view(torch.uint8),
+        "masked": None if problem.masked is None else as_bytes(problem.masked),
         "seed": problem.seed, "first_head": problem.first_head, "q_places": problem.q_places, "k_places": problem.k_places,
         "cu_q": problem.cu_q, "starts_q": problem.starts_q,
         "cu_k": problem.cu_k, "starts_k": problem.starts_k,
@@ -226,6 +227,11 @@ def shared_args(q: Tensor, k: Tensor, problem: Problem) -> dict[str, Any]:
         "threshold": min(drop_threshold(problem.probability), 2**32 - 1) - 2**31,  # fits int32 whatever it is
         "keep_scale": 1.0 / keep if keep > 0 else 0.0,
     }  # fmt: skip
+
+
+def as_bytes(masked: Tensor) -> Tensor:
+    """A bool mask as kernels read it; the very same object where it is that already."""
+    return masked if masked.dtype == torch.uint8 else masked.view(torch.uint8)
 
 
 def _strides(name: str, x: Tensor) -> dict[str, int]:

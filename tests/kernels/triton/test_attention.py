@@ -124,6 +124,35 @@ def test_a_graph_replays_with_another_dropout_seed(rng: torch.Generator) -> None
 
 
 @needs_gpu
+@pytest.mark.parametrize("name", ["129", "packed", "sinks, dropout and softcap"])
+def test_repeated_launches_give_the_same_bits(name: str, rng: torch.Generator) -> None:
+    """The first call makes the launches, later ones repeat them: other tensors, streams and graphs at once."""
+    problems = [make(CASES[name], rng, "cuda") for _ in range(2)]
+    wanted = []
+    for problem in problems:
+        attention_ops._PLANS.clear()
+        wanted.append(_run(problem))
+    streams = [torch.cuda.Stream() for _ in problems]
+    graphs = [torch.cuda.CUDAGraph() for _ in problems]
+    captured = []
+    torch.cuda.synchronize()
+    found: list[list[dict[str, Tensor]]] = [[], []]
+    for problem, graph in zip(problems, graphs):
+        with torch.cuda.graph(graph):
+            captured.append(_run(problem))
+    for _ in range(20):
+        for problem, stream, results, graph in zip(problems, streams, found, graphs):
+            with torch.cuda.stream(stream):
+                results.append(_run(problem))
+                graph.replay()
+    torch.cuda.synchronize()
+    for want, results, replayed in zip(wanted, found, captured):
+        for got in (*results, replayed):
+            assert all(torch.equal(got[key].nan_to_num(), want[key].nan_to_num()) for key in problems[0].expected)
+    assert not torch.equal(wanted[0]["out"].nan_to_num(), wanted[1]["out"].nan_to_num())
+
+
+@needs_gpu
 def test_the_operators_pass_opcheck(rng: torch.Generator) -> None:
     problem = make(CASES["sinks, dropout and softcap"], rng, "cuda")
     q, k, v, dout = problem.tensors
