@@ -324,3 +324,30 @@ def test_a_kernel_takes_the_orders_that_a_gpu_has_seen_right(
     for line in hopper.SEEN_RIGHT:
         assert hopper.applies(line, PROBLEMS[order], q, k, k) == (line == kernel)
         assert hopper.applies(line, PROBLEMS["causal"], q, k, k) == (line != "dkdv")  # 18 is no multiple of 4
+
+
+@pytest.mark.parametrize("on", ["", "forward", "dq", "dkdv", "forward dq dkdv"])
+def test_a_pass_of_packed_sequences_is_launched_by_its_line_of_the_table(
+    on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hopper's kernel where the line has packed sequences, the portable one where not, whatever the other passes take."""
+    from primus_turbo_plugin.kernels.attention import AttentionMask, AttentionOptions
+    from primus_turbo_plugin.kernels.triton import attention, attention_ops
+    from tests.kernels.triton.attention_cases import packing
+
+    launched: list[str] = []
+    monkeypatch.setattr(Launch, "run", lambda self: launched.append(self.kernel.fn.__name__))
+    monkeypatch.setattr(attention_ops, "_arch", lambda q: "sm90")
+    for line in hopper.SEEN_RIGHT:
+        monkeypatch.setitem(
+            hopper.SEEN_RIGHT, line, frozenset({"dense", "packed"} if line in on.split() else {"dense"})
+        )
+    q, k = (torch.zeros(1, 18, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
+    options = AttentionOptions(scale=0.1, mask=AttentionMask(causal=True, packing=packing("cpu", [5, 0, 13])))
+    out, lse = attention.attention_fwd(q, k, k, options)
+    attention.attention_bwd(q, q, k, k, out, lse, options)
+    names = {"forward": "fwd", "dkdv": "dkdv", "dq": "dq"}
+    forward, dkdv, dq = (
+        f"attention_{'hopper_' * (line in on.split())}{names[line]}_kernel" for line in ("forward", "dkdv", "dq")
+    )
+    assert launched == [forward, "attention_delta_kernel", dkdv, dq]
