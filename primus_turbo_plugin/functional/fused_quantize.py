@@ -30,6 +30,7 @@ from primus_turbo_plugin.functional.linear_kernels import LinearKernels, Specs
 from primus_turbo_plugin.functional.norm import Kernels, choose, rms_norm
 from primus_turbo_plugin.kernels.registry import Backend, default_registry
 from primus_turbo_plugin.kernels.requests import FusedQuantizeRequest
+from primus_turbo_plugin.precision.module_plan import ModulePlan
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from primus_turbo_plugin.precision.quantized_tensor import Copies, QuantizedTensor
 
@@ -179,40 +180,34 @@ def fused_backend(
         column: Whether the columnwise copy is made too.
         weight_dtype: dtype of a norm's weight.
     """
-    key = (operand, kind, t.device, t.dtype, hidden, column, weight_dtype)
-    found: Backend[FusedQuantizeRequest] | str | None = kernels.fused.get(key)
-    if found is None:
-        specs = kernels.wanted_specs(operand, row=True, column=column)
-        found = kernels.fused[key] = _find_fused(kernels, operand, kind, t, hidden, specs, weight_dtype)
-    return found
-
-
-def _find_fused(
-    kernels: LinearKernels,
-    operand: str,
-    kind: Literal["rms_norm", "swiglu", "sums"],
-    t: Tensor,
-    hidden: int,
-    specs: Specs,
-    weight_dtype: torch.dtype | None,
-) -> Backend[FusedQuantizeRequest] | str:
     quantizer = kernels.quantizers.get(operand)
     if quantizer is None:
         return f"{operand} is not quantised"
-    registry = default_registry(kernels.plan.tuning_file)
-    order = kernels.plan.kernels.get(FusedQuantizeRequest.op)
-    if quantizer.name not in (registry.names(FusedQuantizeRequest.op) if order is None else order):
-        return f"no fused kernels of {quantizer.name}, which quantises {operand}, are allowed"
-    backend = registry.backend(FusedQuantizeRequest.op, quantizer.name)
-    request = FusedQuantizeRequest(
-        device=t.device.type,
-        kind=kind,
-        dtype=t.dtype,
-        hidden=hidden,
-        weight_dtype=weight_dtype,
-        row_spec=specs[0],
-        col_spec=specs[1],
-    )
+    key = (operand, kind, t.device, t.dtype, hidden, column, weight_dtype)
+    found: Backend[FusedQuantizeRequest] | str | None = kernels.fused.get(key)
+    if found is None:
+        row_spec, col_spec = kernels.wanted_specs(operand, row=True, column=column)
+        request = FusedQuantizeRequest(
+            device=t.device.type,
+            kind=kind,
+            dtype=t.dtype,
+            hidden=hidden,
+            weight_dtype=weight_dtype,
+            row_spec=row_spec,
+            col_spec=col_spec,
+        )
+        found = kernels.fused[key] = _fused_of(quantizer.name, operand, request, kernels.plan)
+    return found
+
+
+def _fused_of(
+    quantizer: str, operand: str, request: FusedQuantizeRequest, plan: ModulePlan
+) -> Backend[FusedQuantizeRequest] | str:
+    registry = default_registry(plan.tuning_file)
+    order = plan.kernels.get(FusedQuantizeRequest.op)
+    if quantizer not in (registry.names(FusedQuantizeRequest.op) if order is None else order):
+        return f"no fused kernels of {quantizer}, which quantises {operand}, are allowed"
+    backend = registry.backend(FusedQuantizeRequest.op, quantizer)
     reason = backend.supports(request)
     return backend if reason is None else f"{backend.name} {reason}"
 

@@ -157,6 +157,6 @@ def saved_operands(ctx: Any) -> dict[str, Operand | None]:
     """What `save_operands` saved, by name."""
     tensors = iter(ctx.saved_tensors)
     return {
-        name: next(tensors) if rest is None else QuantizedTensor(next(tensors), next(tensors), *rest)
+        name: next(tensors) if rest is None else QuantizedTensor.trusted(next(tensors), next(tensors), *rest)
         for name, rest in ctx.quantized.items()
     }
