@@ -265,3 +265,20 @@ def test_stochastic_plans_still_need_random_bits() -> None:
     assert chosen.is_stochastic
     with pytest.raises(ConfigError, match="needs random bits"):
         LinearCall(plan=rounds, kernels=chosen)
+
+
+def test_an_unquantised_layer_and_a_norm_are_one_graph_of_torch_compile(rng: torch.Generator) -> None:
+    """What is remembered in backward would be a side effect, which dynamo refuses there: it breaks the graph."""
+    call, choice = make_call(plan("bf16"), torch.float32), NormChoice()
+    x, w, b, gamma = (torch.randn(*shape, generator=rng) for shape in ((8, 16), (24, 16), (24,), (16,)))
+
+    def layer(x: Tensor, gamma: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return linear(rms_norm(x, gamma, 1e-5, kernels=choice), w, b, call)
+
+    results = []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="eager")):
+        leaves = [leaf(t) for t in (x, gamma, w, b)]
+        y = run(*leaves)
+        y.square().sum().backward()
+        results.append([y.detach(), *(t.grad for t in leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
