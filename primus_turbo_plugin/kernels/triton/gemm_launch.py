@@ -82,7 +82,7 @@ class KernelCall:
         return self.kernel[self.grid](**self.args, **self.constants, **self.options)
 
 
-class _Launcher:
+class CallLauncher:
     """Launches one call again and again: by Triton's JIT the first time, by the kernel that came of it from then on."""
 
     __slots__ = ("_described", "_launch", "_plain", "_template", "call")
@@ -186,7 +186,7 @@ class Program:
     right: Source
     parts: tuple[int, int, int] | None
     calls: tuple[KernelCall, ...]
-    _launchers: list[_Launcher] = field(default_factory=list, repr=False)
+    _launchers: list[CallLauncher] = field(default_factory=list, repr=False)
 
     def tensors(self, a: Operand, b: Operand, bias: torch.Tensor | None, y: torch.Tensor) -> Tensors:
         """Slot -> tensor. Scratch is allocated here and lives as long as the mapping."""
@@ -198,7 +198,7 @@ class Program:
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, y: torch.Tensor) -> None:
         """Launches the calls, after which y holds the product. The tensors must have the facts the program was built for."""
         if not self._launchers:
-            self._launchers[:] = [_Launcher(call) for call in self.calls]  # at once: backward has threads of its own
+            self._launchers[:] = [CallLauncher(call) for call in self.calls]  # at once: backward has threads of its own
         tensors = self.tensors(a, b, bias, y)
         for launcher in self._launchers:
             launcher.run(tensors)

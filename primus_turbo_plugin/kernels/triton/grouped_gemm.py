@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,16 +21,18 @@ from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import GroupedGemmRequest
 from primus_turbo_plugin.kernels.triton import gemm, grouped_gemm_key
 from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
+from primus_turbo_plugin.kernels.triton.gemm_launch import facts
 from primus_turbo_plugin.kernels.triton.grouped_gemm_key import GroupedGemmKey, depth_key, rows_key
-from primus_turbo_plugin.kernels.triton.grouped_gemm_launch import plan_depth, plan_rows
+from primus_turbo_plugin.kernels.triton.grouped_gemm_launch import GroupedProgram, depth_program, rows_program
 from primus_turbo_plugin.kernels.triton.grouped_gemm_tuning import TUNABLE
+from primus_turbo_plugin.kernels.triton.launching import Answers, on_device
 from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
 Resolve = Callable[[GroupedGemmKey], GemmConfig]
+_PROGRAMS: Answers[GroupedProgram] = Answers()
 
 
-@torch.no_grad()
 def grouped_gemm_nt(
     a: Operand,
     b: Operand,
@@ -48,7 +50,8 @@ def grouped_gemm_nt(
         groups: Of a's rows; those of nobody are not written.
         out_dtype: dtype of the result.
         config: How to compute it; None takes `resolve`'s choice.
-        resolve: Chooses by the product's key; None is `resolve_config`. `Backend.tune` puts a tuning table here.
+        resolve: Chooses by the product's key, once for products that are alike; None is `resolve_config`. `Backend.tune` puts a
+            tuning table here.
 
     Returns:
         `[T, N]`.
@@ -57,19 +60,22 @@ def grouped_gemm_nt(
         ShapeError: Shapes, devices or rotations do not fit.
         ConfigError: `config` cannot serve this product.
     """
-    cols = check_rows(a, b, groups)
-    y = torch.empty(a.shape[0], cols, dtype=out_dtype, device=a.device)
-    if 0 in (a.shape[0], a.shape[1], cols):
-        return y.zero_()
-    key = rows_key(a, b, cols, groups, out_dtype)
-    config = _checked(key, config, resolve)
-    with torch.cuda.device(y.device):
-        for call in plan_rows(a, b, groups, y, key, config):
-            call.run()
+    alike = "rows", *_facts(a, b, groups), out_dtype, config, resolve
+    program = _PROGRAMS.get(alike)
+    cols = b.shape[-2] if isinstance(b, torch.Tensor) else b.shape[0] // groups.count
+    if program is None:
+        cols = check_rows(a, b, groups)
+        if 0 in (a.shape[0], a.shape[1], cols):
+            return torch.zeros((a.shape[0], cols), dtype=out_dtype, device=a.device)
+    y = torch.empty((a.shape[0], cols), dtype=out_dtype, device=a.device)
+    if program is None:
+        key = rows_key(a, b, cols, groups, out_dtype)
+        program = _PROGRAMS.keep(alike, rows_program(a, b, groups, y, key, _checked(key, config, resolve)))
+    with on_device(y.device):
+        program.run(a, b, groups, y)
     return y
 
 
-@torch.no_grad()
 def grouped_gemm_depth(
     a: Operand,
     b: Operand,
@@ -100,21 +106,29 @@ def grouped_gemm_depth(
         ShapeError: Shapes, dtypes, strides, devices or rotations do not fit.
         ConfigError: `config` cannot serve this product.
     """
-    check_depth(a, b, groups, out, accumulate=accumulate)
-    if out.stride(2) != 1 and out.shape[2] > 1:
-        raise ShapeError(
-            f"grouped_gemm_depth (triton): out must be contiguous along its last axis, got strides {list(out.stride())}."
-        )
-    if not out.numel():
-        return out
-    if groups.total == 0:
-        return out if accumulate else out.zero_()
-    key = depth_key(a, b, groups, out, accumulate=accumulate, scales_by_expert=scales_by_expert)
-    config = _checked(key, config, resolve)
-    with torch.cuda.device(out.device):
-        for call in plan_depth(a, b, groups, out, key, config, multiple=offset_multiple(a, b)):
-            call.run()
+    alike = "depth", *_facts(a, b, groups), facts(out), accumulate, scales_by_expert, config, resolve
+    program = _PROGRAMS.get(alike)
+    if program is None:
+        check_depth(a, b, groups, out, accumulate=accumulate)
+        if out.stride(2) != 1 and out.shape[2] > 1:
+            raise ShapeError(
+                "grouped_gemm_depth (triton): out must be contiguous along its last axis, got strides "
+                f"{list(out.stride())}."
+            )
+        if not out.numel():
+            return out
+        if groups.total == 0:
+            return out if accumulate else out.zero_()
+        key = depth_key(a, b, groups, out, accumulate=accumulate, scales_by_expert=scales_by_expert)
+        config, multiple = _checked(key, config, resolve), offset_multiple(a, b)
+        program = _PROGRAMS.keep(alike, depth_program(a, b, groups, out, key, config, multiple=multiple))
+    with on_device(out.device):
+        program.run(a, b, groups, out)
     return out
+
+
+def _facts(a: Operand, b: Operand, groups: Groups) -> tuple[Hashable, ...]:
+    return facts(a), facts(b), facts(groups.offsets), groups.total
 
 
 def offset_multiple(a: Operand, b: Operand) -> int:

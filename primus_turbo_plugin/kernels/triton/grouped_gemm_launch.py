@@ -1,35 +1,96 @@
-"""A grouped product as the kernel calls that a `GemmConfig` makes of it: decode into scratch, then multiply."""
+"""A grouped product as the kernel calls that a `GemmConfig` makes of it: decode into scratch, then multiply.
+
+A `GroupedProgram` is everything about them but the tensors, as a `gemm_launch.Program` is of an ordinary product.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
 from primus_turbo_plugin.kernels.groups import Groups
 from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
 from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand
-from primus_turbo_plugin.kernels.triton.gemm_launch import KernelCall, Slot, Source, options_of, reaches_far, source_of
+from primus_turbo_plugin.kernels.triton.gemm_launch import (
+    CallLauncher,
+    KernelCall,
+    Slot,
+    Source,
+    Tensors,
+    options_of,
+    reaches_far,
+    source_of,
+)
 from primus_turbo_plugin.kernels.triton.grouped_gemm_key import GroupedGemmKey
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedProgram:
+    """The calls of one grouped product, in order, without its tensors.
+
+    Attributes:
+        left: How a is read.
+        right: How b is read; of a plain weight `[groups, N, K]`, one expert's.
+        weight: A plain weight is read as it is, or as one matrix of all experts' rows, or of all their columns; None for what is
+            no such weight.
+        calls: The calls, tensors as Slots; `out` and `offsets` among them.
+    """
+
+    left: Source
+    right: Source
+    weight: Literal["whole", "rows", "columns"] | None
+    calls: tuple[KernelCall, ...]
+    _launchers: list[CallLauncher] = field(default_factory=list, repr=False)
+
+    def tensors(self, a: Operand, b: Operand, groups: Groups, out: torch.Tensor) -> Tensors:
+        """Slot -> tensor. Scratch is allocated here and lives as long as the mapping."""
+        found = {**self.left.tensors(a), "out": out, "offsets": groups.offsets}
+        if self.weight is None or isinstance(b, QuantizedTensor):
+            return {**found, **self.right.tensors(b)}
+        if self.weight == "rows":
+            b = b.flatten(0, 1)
+        elif self.weight == "columns":
+            b = b.transpose(1, 2).flatten(0, 1)
+        return {**found, "b": b, "b_scale": None}
+
+    def bound(self, a: Operand, b: Operand, groups: Groups, out: torch.Tensor) -> list[KernelCall]:
+        """The calls with their tensors."""
+        tensors = self.tensors(a, b, groups, out)
+        return [call.bind(tensors) for call in self.calls]
+
+    def run(self, a: Operand, b: Operand, groups: Groups, out: torch.Tensor) -> None:
+        """Launches the calls. The tensors must have the facts the program was built for."""
+        if not self._launchers:
+            self._launchers[:] = [CallLauncher(call) for call in self.calls]  # at once: backward has threads of its own
+        tensors = self.tensors(a, b, groups, out)
+        for launcher in self._launchers:
+            launcher.run(tensors)
 
 
 def plan_rows(
     a: Operand, b: Operand, groups: Groups, y: torch.Tensor, key: GroupedGemmKey, config: GemmConfig
 ) -> list[KernelCall]:
-    """The calls after which y[rows of g] = a[rows of g] @ b[g].T."""
+    """The calls of `rows_program`, with their tensors."""
+    return rows_program(a, b, groups, y, key, config).bound(a, b, groups, y)
+
+
+def rows_program(
+    a: Operand, b: Operand, groups: Groups, y: torch.Tensor, key: GroupedGemmKey, config: GemmConfig
+) -> GroupedProgram:
+    """The program after which y[rows of g] = a[rows of g] @ b[g].T."""
     from primus_turbo_plugin.kernels.triton.grouped_gemm_descriptor_kernel import grouped_rows_descriptor_kernel
     from primus_turbo_plugin.kernels.triton.grouped_gemm_kernel import grouped_rows_kernel
 
     cols, count = y.shape[1], groups.count
     flat = b if isinstance(b, QuantizedTensor) else b[0]
-    left, right, calls, tensors = _sources(a, flat, replace(key.dense, contraction=key.inner), config)
+    left, right, calls = _sources(a, flat, replace(key.dense, contraction=key.inner), config)
     stride_bg = b.stride(0) if isinstance(b, torch.Tensor) else cols * right.strides[0]
-    if isinstance(b, torch.Tensor):
-        tensors["b"] = b
+    weight: Literal["whole", "rows", "columns"] = "whole"
     args = {
-        "a_scale": Slot("a_scale"), "b_scale": Slot("b_scale"), "out_ptr": y, "offsets_ptr": groups.offsets,
+        "a_scale": Slot("a_scale"), "b_scale": Slot("b_scale"), "out_ptr": Slot("out"), "offsets_ptr": Slot("offsets"),
         "N": cols, "length": key.inner, "a_stored": left.stored, "b_stored": right.stored, "stride_om": y.stride(0),
         "stride_bsg": _scales_a_group(b, cols),
     }  # fmt: skip
@@ -37,10 +98,7 @@ def plan_rows(
     tiles = (-(-y.shape[0] // config.block_m) + count) * -(-cols // config.block_n)
     grid = (min(tiles, key.compute_units),)
     if config.loads == "descriptors":
-        matrix = tensors["b"]
-        if isinstance(b, torch.Tensor):
-            matrix = b.transpose(1, 2).flatten(0, 1) if right.outer else b.flatten(0, 1)
-            tensors["b"] = matrix
+        weight = "columns" if right.outer else "rows"
         args |= {
             "a_desc": Slot("a", (config.block_m, config.block_k)),
             "b_desc": Slot("b", (config.block_k, config.block_n) if right.outer else (config.block_n, config.block_k)),
@@ -56,13 +114,20 @@ def plan_rows(
         constants |= _pointer_constants(left, right, y.stride(0), key, config, even_n=cols % config.block_n == 0)
         constants["EVEN_K"] = key.inner % config.block_k == 0 and min(left.stored, right.stored) >= key.inner
         multiply = KernelCall(grouped_rows_kernel, grid, args, constants, options_of(config))
-    return [call.bind(tensors) for call in (*calls, multiply)]
+    return GroupedProgram(left, right, None if isinstance(b, QuantizedTensor) else weight, (*calls, multiply))
 
 
 def plan_depth(
     a: Operand, b: Operand, groups: Groups, out: torch.Tensor, key: GroupedGemmKey, config: GemmConfig, *, multiple: int
 ) -> list[KernelCall]:
-    """The calls after which out[g] (+)= a[:, rows of g] @ b[:, rows of g].T.
+    """The calls of `depth_program`, with their tensors."""
+    return depth_program(a, b, groups, out, key, config, multiple=multiple).bound(a, b, groups, out)
+
+
+def depth_program(
+    a: Operand, b: Operand, groups: Groups, out: torch.Tensor, key: GroupedGemmKey, config: GemmConfig, *, multiple: int
+) -> GroupedProgram:
+    """The program after which out[g] (+)= a[:, rows of g] @ b[:, rows of g].T.
 
     Args:
         multiple: What all offsets are multiples of.
@@ -71,12 +136,13 @@ def plan_depth(
     from primus_turbo_plugin.kernels.triton.grouped_gemm_kernel import grouped_depth_kernel
 
     rows, cols = out.shape[1:]
-    left, right, calls, tensors = _sources(a, b, replace(key.dense, contraction=groups.total), config)
+    left, right, calls = _sources(a, b, replace(key.dense, contraction=groups.total), config)
     kinds = (left, key.a), (right, key.b)
     left, right = (replace(x, meta=x.meta.scaled_once()) if kind.block == "rowwise" else x for x, kind in kinds)
     args: dict[str, Any] = {
-        "a_ptr": Slot("a"), "a_scale": Slot("a_scale"), "b_ptr": Slot("b"), "b_scale": Slot("b_scale"), "out_ptr": out,
-        "offsets_ptr": groups.offsets, "M": rows, "N": cols, "a_stored": _stored(a, left), "b_stored": _stored(b, right),
+        "a_ptr": Slot("a"), "a_scale": Slot("a_scale"), "b_ptr": Slot("b"), "b_scale": Slot("b_scale"),
+        "out_ptr": Slot("out"), "offsets_ptr": Slot("offsets"), "M": rows, "N": cols,
+        "a_stored": _stored(a, left), "b_stored": _stored(b, right),
         "stride_am": left.strides[0], "stride_ak": left.strides[1], "stride_bn": right.strides[0],
         "stride_bk": right.strides[1], "stride_og": out.stride(0), "stride_om": out.stride(1),
     }  # fmt: skip
@@ -95,16 +161,14 @@ def plan_depth(
         constants |= {**pointers, "EVEN_K": multiple % config.block_k == 0}
         grid = (min(tiles, key.compute_units),)
         multiply = KernelCall(grouped_depth_kernel, grid, args, constants, options_of(config))
-    return [call.bind(tensors) for call in (*calls, multiply)]
+    return GroupedProgram(left, right, None, (*calls, multiply))
 
 
-def _sources(
-    a: Operand, b: Operand, key: GemmKey, config: GemmConfig
-) -> tuple[Source, Source, list[KernelCall], dict[str, torch.Tensor | None]]:
-    """How both operands are read, the calls that decode them, and what the slots of all calls hold."""
+def _sources(a: Operand, b: Operand, key: GemmKey, config: GemmConfig) -> tuple[Source, Source, list[KernelCall]]:
+    """How both operands are read, and the calls that decode them."""
     calls: list[KernelCall] = []
     left, right = (source_of(n, x, kind, key, config, calls) for n, x, kind in (("a", a, key.a), ("b", b, key.b)))
-    return left, right, calls, {**left.tensors(a), **right.tensors(b)}
+    return left, right, calls
 
 
 def _constants(left: Source, right: Source, config: GemmConfig) -> dict[str, Any]:

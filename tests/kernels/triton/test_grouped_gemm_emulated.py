@@ -18,6 +18,7 @@ from primus_turbo_plugin import amdgcn
 from primus_turbo_plugin.kernels.groups import Groups
 from primus_turbo_plugin.kernels.triton import grouped_gemm, grouped_gemm_key
 from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
+from primus_turbo_plugin.kernels.triton.grouped_gemm_launch import plan_depth, plan_rows
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 from tests.support.grouped import depth_operands, experts, products, rows_operands, tokens, weights
 
@@ -75,7 +76,7 @@ def test_rows_with_an_empty_expert_and_tails_in_every_direction(arch, name, monk
     y = torch.full((sum(COUNTS), n), float("nan"))
     key = grouped_gemm_key.rows_key(a, b, n, groups, y.dtype)
     assert grouped_gemm_key.refusal(key, config) is None
-    emulated.run(grouped_gemm.plan_rows(a, b, groups, y, key, config))
+    emulated.run(plan_rows(a, b, groups, y, key, config))
     found = products(experts(x, COUNTS, left, columnwise=False), weights(weight, right))
     for got, (want, bound) in zip(y.split(COUNTS), found):
         assert bool(((got.double() - want).abs() <= bound).all())
@@ -97,7 +98,7 @@ def test_depth_adds_to_every_expert_but_the_empty_one(arch, name, monkeypatch, r
     key = grouped_gemm_key.depth_key(a, b, padded, out, accumulate=True, scales_by_expert=by_expert)
     assert grouped_gemm_key.refusal(key, config) is None
     multiple = grouped_gemm.offset_multiple(a, b)
-    emulated.run(grouped_gemm.plan_depth(a, b, padded, out, key, config, multiple=multiple))
+    emulated.run(plan_depth(a, b, padded, out, key, config, multiple=multiple))
     found = products(*(experts(t, COUNTS, left, columnwise=True) for t in (dy, x)))
     assert torch.equal(out[1], before[1])
     for got, start, (want, bound) in zip(out, before.double(), found):
@@ -124,7 +125,7 @@ def test_a_written_wgrad_of_an_empty_expert_is_zero_and_a_nan_stays_with_its_exp
     emulated = _Emulated(arch, monkeypatch)
     key = grouped_gemm_key.depth_key(a, b, groups, out, accumulate=False, scales_by_expert=spec is ROW)
     multiple = grouped_gemm.offset_multiple(a, b)
-    emulated.run(grouped_gemm.plan_depth(a, b, groups, out, key, config, multiple=multiple))
+    emulated.run(plan_depth(a, b, groups, out, key, config, multiple=multiple))
     assert torch.equal(out[[1, 5]], torch.zeros(2, 24, 40))
     assert bool(out[[0, 3]].isnan().all())
     assert bool(out[[2, 4]].isfinite().all())
@@ -138,7 +139,7 @@ def test_a_weight_that_dgrad_reads_transposed(arch, monkeypatch, rng) -> None:
     y = torch.full((sum(COUNTS), 72), float("nan"))
     b = weight.transpose(1, 2)
     key = grouped_gemm_key.rows_key(dy, b, 72, groups, y.dtype)
-    emulated.run(grouped_gemm.plan_rows(dy, b, groups, y, key, SMALL))
+    emulated.run(plan_rows(dy, b, groups, y, key, SMALL))
     for got, piece, w in zip(y.split(COUNTS), dy.split(COUNTS), weight.double()):
         bound = 106 * 2.0**-24 * (piece.double().abs() @ w.abs())
         assert bool(((got.double() - piece.double() @ w).abs() <= bound + 1e-30).all())

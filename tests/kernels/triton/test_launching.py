@@ -19,7 +19,8 @@ pytest.importorskip("triton", reason="the kernels' signatures need triton, which
 from triton.runtime.jit import JITFunction
 
 from primus_turbo_plugin.errors import ConfigError
-from primus_turbo_plugin.kernels.triton import fused, gemm, launching, norm, quantize, targets
+from primus_turbo_plugin.kernels.groups import Groups
+from primus_turbo_plugin.kernels.triton import fused, gemm, grouped_gemm, launching, norm, quantize, targets
 from primus_turbo_plugin.kernels.triton.gemm_key import gpu_of
 from primus_turbo_plugin.kernels.triton.grouped_quantize_kernel import expert_fp8_kernel
 from primus_turbo_plugin.kernels.triton.launching import Answers, Launcher
@@ -38,7 +39,14 @@ H200 = SimpleNamespace(
     multi_processor_count=132,
     gcnArchName="",
 )
-CACHES = [(quantize, "_PLANS"), (fused, "_PLANS"), (norm, "_FORWARD"), (norm, "_BACKWARD"), (gemm, "_PROGRAMS")]
+CACHES = [
+    (quantize, "_PLANS"),
+    (fused, "_PLANS"),
+    (norm, "_FORWARD"),
+    (norm, "_BACKWARD"),
+    (gemm, "_PROGRAMS"),
+    (grouped_gemm, "_PROGRAMS"),
+]
 MX, MX_ROTATED = QuantSpec(format="mxfp4"), QuantSpec(format="mxfp4", hadamard=16, random_signs=True)
 STOCHASTIC = QuantSpec(format="mxfp8", rounding="stochastic")
 ONE_SCALE, ROWWISE = QuantSpec(format="fp8"), QuantSpec(format="fp8", block="rowwise", element="e5m2")
@@ -129,7 +137,9 @@ def _case(seed: int) -> Callable[[], tuple[dict[str, Any], Any]]:
 
     def call() -> tuple[dict[str, Any], Any]:
         choose = random.Random(seed)
-        kind = choose.choice(["quantize", "quantize", "rms", "sums", "norm", "norm", "norm backward", "gemm"])
+        kind = choose.choice(
+            ["quantize", "quantize", "rms", "sums", "norm", "norm", "norm backward", "gemm", "rows", "depth"]
+        )
         rows, cols = choose.choice([(33, 128), (128, 128), (0, 128)] if seed % 8 else [(33, 9000), (100, 264)])
         dtype = torch.float32 if kind in ("quantize", "norm") and choose.random() < 0.2 else torch.bfloat16
         x = _matrix(rows, cols, dtype, choose)
@@ -150,6 +160,20 @@ def _case(seed: int) -> Callable[[], tuple[dict[str, Any], Any]]:
         if kind == "norm backward":
             dy = given["dy"] = x.clone() if choose.random() < 0.7 else _matrix(rows, cols, dtype, choose)
             return given, norm.rms_norm_bwd(dy, x, weight, statistic, dresidual=dy if flag else None)
+        if kind in ("rows", "depth"):
+            groups = Groups(torch.zeros(choose.choice([3, 4]), dtype=torch.int64), rows)
+            experts = groups.count
+        if kind == "rows":
+            weight = given["weight"] = torch.zeros(experts, 64, cols, dtype=torch.bfloat16)
+            if flag:
+                weight = given["weight"] = torch.zeros(experts, cols, 64, dtype=torch.bfloat16).transpose(1, 2)
+            return {**given, "offsets": groups.offsets}, grouped_gemm.grouped_gemm_nt(
+                x, weight, groups, out_dtype=torch.bfloat16
+            )
+        if kind == "depth":
+            dy, out = _matrix(rows, 64, torch.bfloat16, choose), torch.zeros(experts, 64, cols)
+            given |= {"dy": dy, "out": out, "offsets": groups.offsets}
+            return given, grouped_gemm.grouped_gemm_depth(dy.t(), x.t(), groups, out, accumulate=flag)
         b = given["b"] = _matrix(64, cols, torch.bfloat16, choose)
         bias = given["bias"] = torch.zeros(64)
         return given, gemm.gemm_nt(x, b, out_dtype=torch.bfloat16, bias=bias if flag else None)
@@ -249,6 +273,7 @@ def test_nothing_keeps_a_tensor(launches) -> None:
             *quantize.quantize_both(x, ONE_SCALE, ROWWISE), *fused.rms_norm_quantize(x, weight, 1e-5, MX, MX),
             *norm.layer_norm_fwd(x, weight, weight, 1e-5), *norm.rms_norm_bwd(x, x, weight, torch.zeros(128)),
             gemm.gemm_nt(x, x, out_dtype=torch.bfloat16),
+            grouped_gemm.grouped_gemm_nt(x, x[None], Groups(torch.zeros(2, dtype=torch.int64), 128), out_dtype=x.dtype),
         ]  # fmt: skip
         tensors = [part for one in made for part in ([one.data, one.block_scale] if hasattr(one, "spec") else [one])]
         passed = [arg for _, _, args, _ in launches for arg in args.values() if isinstance(arg, torch.Tensor)]
