@@ -131,7 +131,7 @@ class _RMSNorm(Function):
         y, rstd = kernels.rms_norm_fwd(_rows(x), weight, eps, zero_centered_gamma=zero_centered_gamma)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered_gamma, ctx.kernels = zero_centered_gamma, kernels
-        return y.view(x.shape)
+        return _like(y, x)
 
     @staticmethod
     @once_differentiable
@@ -145,7 +145,7 @@ class _RMSNorm(Function):
             zero_centered_gamma=ctx.zero_centered_gamma,
             dresidual=None if dresidual is None else _rows(dresidual),
         )
-        return dx.view(x.shape), dweight.to(weight.dtype), None, None, None
+        return _like(dx, x), dweight.to(weight.dtype), None, None, None
 
 
 class _RMSNormResidual(_RMSNorm):
@@ -169,7 +169,7 @@ class _LayerNorm(Function):
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.zero_centered_gamma, ctx.kernels = zero_centered_gamma, kernels
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y.view(x.shape)
+        return _like(y, x)
 
     @staticmethod
     @once_differentiable
@@ -179,12 +179,17 @@ class _LayerNorm(Function):
             _rows(dy), _rows(x), weight, mean, rstd, zero_centered_gamma=ctx.zero_centered_gamma
         )
         dbias = None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype)
-        return dx.view(x.shape), dweight.to(weight.dtype), dbias, None, None, None
+        return _like(dx, x), dweight.to(weight.dtype), dbias, None, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
     """[..., hidden] as [tokens, hidden]; a copy only where the strides need one. Works for tensors without elements."""
     return x if x.dim() == 2 else x.reshape(x.numel() // x.shape[-1], x.shape[-1])
+
+
+def _like(rows: Tensor, x: Tensor) -> Tensor:
+    """[tokens, hidden] in x's shape."""
+    return rows if x.dim() == 2 else rows.view(x.shape)
 
 
 def _check(op: str, x: Tensor, **parameters: Tensor | None) -> None:
