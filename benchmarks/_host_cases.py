@@ -267,6 +267,8 @@ class _Graph:
 
     def __call__(self) -> None:
         if self.graph is None:
+            from megatron.core.tensor_parallel.random import get_all_rng_states
+
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # torch's way to make what must exist before a capture
@@ -276,6 +278,8 @@ class _Graph:
             for leaf in self.leaves:
                 leaf.grad = None
             graph = torch.cuda.CUDAGraph()
+            for state in get_all_rng_states().values():  # Megatron's layers switch to them, even for a dropout of 0
+                graph.register_generator_state(state)
             with torch.cuda.graph(graph):
                 self.step()
             self.graph = graph

@@ -143,6 +143,8 @@ class _Pool:
             if not self.workers:
                 return f"no process starts: {self.lost_start}"
             self._give_out()
+            if not self.workers:  # they have ended since
+                continue
             waiting = [w for w in self.workers if not w.is_idle]
             until = min([self.deadline, *(self._patience_with(w) for w in waiting)])
             heard = wait([w.pipe for w in self.workers], max(until - time.monotonic(), 0.0))
@@ -166,11 +168,9 @@ class _Pool:
         while len(self.workers) < wanted and self.lost_starts < 2:
             context = multiprocessing.get_context("spawn")
             ours, theirs = context.Pipe()
-            share = max(1, usable_cores() // self.processes)
+            share = max(1, min(4, usable_cores() // self.processes))  # a container may have fewer than it seems
             process = context.Process(target=self.work, args=(self.torch_device, share, theirs), daemon=True)
-            with (
-                _signals_held_back()
-            ):  # in there for ever: what Ctrl-C or `timeout` sends to all is for this process to answer
+            with _signals_held_back():
                 process.start()
             theirs.close()
             self.workers.append(_Worker(process, ours, time.monotonic()))
@@ -298,6 +298,7 @@ def _stopped_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
+    """A process started in here never gets them: what Ctrl-C or `timeout` sends to all is for this one to answer."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     try:
         yield
