@@ -14,6 +14,7 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 
 import torch
@@ -63,6 +64,7 @@ def halves(value: int) -> tuple[int, int]:
     return value & _MASK32, value >> 32
 
 
+@functools.lru_cache(maxsize=64)  # both copies of a tensor ask for their key in turn
 def philox4x32_scalar(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """Philox4x32-10 of one counter, in Python integers."""
     (c0, c1, c2, c3), (k0, k1) = counter, key

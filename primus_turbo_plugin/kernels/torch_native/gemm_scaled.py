@@ -127,7 +127,9 @@ def _product(
         _scale(a, rows, length, by_row), _scale(b, cols, length, by_row).t(),
         bias=bias, out_dtype=dtype, use_fast_accum=False, **({} if into is None else {"out": into}),
     )  # fmt: skip
-    return y if into is not None else y[: a.outer, : b.outer].contiguous()  # a collective or a view may follow
+    if into is not None or (rows, cols) == (a.outer, b.outer):
+        return y
+    return y[: a.outer, : b.outer].contiguous()  # a collective or a view may follow
 
 
 def _codes(operand: QuantizedTensor, rows: int, length: int) -> Tensor:

@@ -108,11 +108,11 @@ def quantize_and_sum(
     cols, device = x.shape[1], x.device
     if not plan.sums:
         return *plan.copies.run(x, key, signs_seed), torch.zeros(cols, dtype=torch.float32, device=device)
-    sums = torch.empty((plan.sums[0][0], cols), dtype=torch.float32, device=device)
+    sums = torch.empty(plan.sums[0][0], cols, dtype=torch.float32, device=device)
     row, col = plan.copies.run(x, key, signs_seed, sums=sums)
     for count, launch in plan.sums[1:]:
         assert launch is not None
-        further = torch.empty((count, cols), dtype=torch.float32, device=device)
+        further = torch.empty(count, cols, dtype=torch.float32, device=device)
         with on_device(device):
             launch(sums, further, sums.shape[0], cols)
         sums = further

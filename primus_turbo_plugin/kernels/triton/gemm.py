@@ -72,7 +72,7 @@ def gemm_nt(
         if 0 in (a.shape[0], b.shape[0], length):
             y = _empty(a, b, out_dtype, bias, out)
             return y if into is None else into.copy_(y)
-    y = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device) if given is None else given
+    y = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device) if given is None else given
     if program is None:
         key = key_of(a, b, y, length, bias=bias is not None, accumulate=out is not None)
         program = _PROGRAMS.keep(alike, _program(a, b, y, key, config or (resolve or resolve_config)(key)))

@@ -164,7 +164,7 @@ class Source:
         read = operand.data
         if self.scratch is not None:
             dtype = torch.bfloat16 if self.view is None else torch.uint8
-            read = torch.empty(self.scratch, dtype=dtype, device=operand.device)
+            read = torch.empty(*self.scratch, dtype=dtype, device=operand.device)
             if self.view is None and self.scratch[1] != self.stored:
                 read = read[:, : self.stored]
         found = {f"{name}_codes": operand.data, f"{name}_scale": operand.block_scale, f"{name}_scratch": read}
@@ -192,7 +192,7 @@ class Program:
         """Slot -> tensor. Scratch is allocated here and lives as long as the mapping."""
         found = {**self.left.tensors(a), **self.right.tensors(b), "bias": bias, "y": y}
         if self.parts is not None:
-            found["parts"] = torch.empty(self.parts, dtype=torch.float32, device=y.device)
+            found["parts"] = torch.empty(*self.parts, dtype=torch.float32, device=y.device)
         return found
 
     def run(self, a: Operand, b: Operand, bias: torch.Tensor | None, y: torch.Tensor) -> None:

@@ -67,7 +67,7 @@ def grouped_gemm_nt(
         cols = check_rows(a, b, groups)
         if 0 in (a.shape[0], a.shape[1], cols):
             return torch.zeros((a.shape[0], cols), dtype=out_dtype, device=a.device)
-    y = torch.empty((a.shape[0], cols), dtype=out_dtype, device=a.device)
+    y = torch.empty(a.shape[0], cols, dtype=out_dtype, device=a.device)
     if program is None:
         key = rows_key(a, b, cols, groups, out_dtype)
         program = _PROGRAMS.keep(alike, rows_program(a, b, groups, y, key, _checked(key, config, resolve)))

@@ -144,7 +144,7 @@ def _forward(
     if plan is None:
         plan = _FORWARD.keep(question, _forward_plan(x, bias is not None, zero_centered, rms))
     device = x.device
-    y = torch.empty(x.shape, dtype=x.dtype, device=device)
+    y = torch.empty(*x.shape, dtype=x.dtype, device=device)
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=device)
     mean = None if rms else torch.empty_like(rstd)
     if plan.launch is not None:
@@ -187,11 +187,11 @@ def _backward(
     if plan is None:
         plan = _BACKWARD.keep(question, _backward_plan(dy, x, mean is None, dresidual, zero_centered))
     device, (sums, _, hidden) = x.device, plan.sums
-    dx = torch.empty(x.shape, dtype=x.dtype, device=device)
+    dx = torch.empty(*x.shape, dtype=x.dtype, device=device)
     if plan.main is None or plan.total is None:
         return dx, torch.zeros((sums, hidden), dtype=torch.float32, device=device)
-    parts = torch.empty(plan.sums, dtype=torch.float32, device=device)
-    total = torch.empty((sums, hidden), dtype=torch.float32, device=device)
+    parts = torch.empty(*plan.sums, dtype=torch.float32, device=device)
+    total = torch.empty(sums, hidden, dtype=torch.float32, device=device)
     with on_device(device):
         if plan.columns is None:
             plan.main(dy, x, weight, mean, rstd, dresidual, dx, parts, *plan.sizes)

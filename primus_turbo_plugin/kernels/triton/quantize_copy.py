@@ -85,10 +85,12 @@ class CopyPlan:
         empty = torch.empty
         if 0 in self.shape:
             empty = torch.ones
-        data = empty(self.data_shape, dtype=torch.uint8, device=device)
+        data = empty(
+            *self.data_shape, dtype=torch.uint8, device=device
+        )  # sizes one by one: a tuple takes torch twice as long
         if self.zeroed_scale:
             empty = torch.zeros
-        return data, empty(self.scale_shape, dtype=self.scale_dtype, device=device)
+        return data, empty(*self.scale_shape, dtype=self.scale_dtype, device=device)
 
     def words(self, key: RoundingKey | None) -> tuple[int, ...]:
         """The four key words of the copy's random bits, as int32."""
