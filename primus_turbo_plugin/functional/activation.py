@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from primus_turbo_plugin.errors import ShapeError
-from primus_turbo_plugin.functional.fused_quantize import front_backend
+from primus_turbo_plugin.functional.fused_quantize import front_backend, stand_in
 from primus_turbo_plugin.functional.linear_call import LinearCall
 from primus_turbo_plugin.functional.linear_kernels import Specs
 from primus_turbo_plugin.kernels.reference.fused import swiglu_bwd, swiglu_fwd
@@ -82,7 +82,7 @@ class _Swiglu(Function):
 
 
 class _SwigluQuantize(Function):
-    """Makes the copies of swiglu(x) and returns a stand-in for it: a NaN that looks like [tokens, in]."""
+    """Makes the copies of swiglu(x) and returns a stand-in for it."""
 
     @staticmethod
     def forward(
@@ -101,7 +101,7 @@ class _SwigluQuantize(Function):
             scale_layout=call.kernels.scale_layout("x", shard=call.parallel.gathers_input),
         )
         ctx.save_for_backward(x)
-        return x.new_full((), float("nan")).expand(x.shape[0], x.shape[1] // 2)
+        return stand_in(x, x.shape[1] // 2)
 
     @staticmethod
     @once_differentiable

@@ -15,6 +15,7 @@ memory takes the normed tensor's place in autograd, so that the linear's dx arri
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
 from primus_turbo_plugin.communication.quantized import shards_align
 from primus_turbo_plugin.functional.autocast import compute_dtype
@@ -212,8 +214,24 @@ def _fused_of(
     return backend if reason is None else f"{backend.name} {reason}"
 
 
+def stand_in(x: Tensor, columns: int) -> Tensor:
+    """What takes the place of a tensor [tokens, columns] made of x that only its copies exist of: NaN, should anybody read it.
+
+    Without memory, and without a launch: the one NaN of a device and dtype is made once.
+    """
+    plain = type(x) in (Tensor, Parameter)  # not, say, a FakeTensor, whose NaN would be a fake too
+    nan = _nan(x.device, x.dtype) if plain else x.new_full((), float("nan"))
+    return nan.expand(x.shape[0], columns)
+
+
+@functools.cache
+def _nan(device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):  # training may be next
+        return torch.full((), float("nan"), dtype=dtype, device=device)
+
+
 class _NormQuantize(Function):
-    """Makes the copies of the normed x and returns a stand-in for it: a NaN that looks like [tokens, in]."""
+    """Makes the copies of the normed x and returns a stand-in for it."""
 
     @staticmethod
     def forward(
@@ -243,7 +261,7 @@ class _NormQuantize(Function):
         if grad_enabled:
             ctx.save_for_backward(x, gamma, rstd)
         ctx.norm, ctx.zero_centered_gamma = norm, zero_centered_gamma
-        return x.new_full((), float("nan")).expand(x.shape)
+        return stand_in(x, x.shape[1])
 
     @staticmethod
     @once_differentiable

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
 
 from primus_turbo_plugin.errors import ConfigError, UnsupportedError
@@ -166,6 +167,34 @@ def test_what_is_remembered_holds_no_tensors() -> None:
     del x, gamma, w, bias, normed, used
     gc.collect()
     assert not any(reference() is not None for reference in gone)
+
+
+def test_layers_share_the_nan_that_stands_in_for_their_inputs(rng: torch.Generator) -> None:
+    """Made under inference mode or by fake tensors first, or used twice in a graph, it serves training all the same."""
+    fused_quantize._nan.cache_clear()
+    call = make_call(plan("mxfp4"), torch.bfloat16)
+    x, gamma, w = (torch.randn(*shape, generator=rng).bfloat16() for shape in ((32, 64), (64,), (64, 64)))
+
+    def layer(x: Tensor, gamma: Tensor, w: Tensor) -> Tensor:
+        normed, used = fused_quantize.rms_norm_input(x, gamma, 1e-5, call, zero_centered_gamma=False, with_wgrad=True)
+        assert normed.shape == x.shape
+        assert bool(normed.isnan().all())
+        return linear(normed, w, None, used)
+
+    with FakeTensorMode():
+        assert fused_quantize.stand_in(torch.empty(4, 8), 6).shape == (4, 6)
+    with torch.inference_mode():
+        expected = layer(x, gamma, w).clone()
+    grads = []
+    for _ in range(2):
+        leaves = [leaf(t) for t in (x, gamma, w)]
+        first, second = layer(*leaves), layer(*leaves)
+        assert torch.equal(first, expected)
+        (first.square() + second).sum().backward()
+        grads.append([t.grad for t in leaves])
+    for a, b in zip(*grads):
+        assert bool(a.isfinite().all())
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp4", "mxfp8"])
