@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels' signatures need triton, which is not installed")
 
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from primus_turbo_plugin.errors import ConfigError
 from primus_turbo_plugin.kernels.groups import Groups
@@ -83,6 +84,8 @@ def _specialised(value: Any, *, exactly: bool) -> Any:
     """What of an argument Triton compiles into a kernel."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, tuple(value.block_shape)
     if isinstance(value, int) and not exactly:
         return value == 1, value % 16 == 0, value.bit_length() < 32
     return "a float" if isinstance(value, float) and not exactly else value
@@ -195,6 +198,8 @@ def _launched(call: Callable[[], tuple[dict[str, Any], Any]], launches: Recorded
         if isinstance(value, torch.Tensor):
             words = value.element_size() * value.numel()
             return places.get(value.data_ptr(), "scratch"), words, value.data_ptr() % 16
+        if isinstance(value, TensorDescriptor):
+            return shown(value.base), tuple(value.shape), tuple(value.strides), tuple(value.block_shape)
         return value
 
     events = [(name, grid, {k: shown(arg) for k, arg in args.items()}, kept) for name, grid, args, kept in launches]
@@ -361,3 +366,18 @@ def test_two_amax_buffers_are_aligned_and_apart(rows) -> None:
         for number, (plan, buffer) in enumerate(zip((row, col), buffers)):
             if buffer is not None and plan is not None:
                 assert buffer[: plan.amax_size].eq(number + 1).all()
+
+
+def test_results_are_no_part_of_a_graph(launches) -> None:
+    """Also where a caller has gradients on, as in a direct call."""
+    x = torch.zeros(128, 128, dtype=torch.bfloat16, requires_grad=True)
+    odd = torch.zeros(128 * 128 + 1, dtype=torch.bfloat16, requires_grad=True)[1:].view(128, 128)
+    weight = torch.zeros(128, requires_grad=True)
+    for given in (x, odd, x.float(), x.t()):
+        made = [*quantize.quantize_both(given, ONE_SCALE, MX), *norm.rms_norm_fwd(given, weight, 1e-5)]
+        made += norm.layer_norm_bwd(given, given, weight, torch.zeros(128), torch.zeros(128))
+        if given.dtype is torch.bfloat16:
+            made += fused.rms_norm_quantize(given, weight, 1e-5, MX, MX) + fused.quantize_and_sum(given, MX, MX)
+            made += [gemm.gemm_nt(given, given, out_dtype=torch.bfloat16)]
+        tensors = [part for one in made for part in ([one.data, one.block_scale] if hasattr(one, "spec") else [one])]
+        assert not any(tensor.requires_grad for tensor in tensors)
