@@ -11,15 +11,20 @@ emulate    run an AMD kernel in the functional emulator
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from primus_turbo_plugin import __version__
 from primus_turbo_plugin.errors import ConfigError, TurboError
+
+if TYPE_CHECKING:
+    from primus_turbo_plugin.diagnostics.doctor import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,18 +110,27 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _doctor(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    from primus_turbo_plugin.diagnostics import selftest_guard
+    from primus_turbo_plugin.diagnostics.render import render
+
+    with _ends_by(args.started + args.selftest_limit) if args.selftest else contextlib.nullcontext():
+        report = _examined(args, environ)
+        print(json.dumps(report.to_dict(), indent=2) if args.json else render(report), flush=True)
+    code = 0 if report.is_healthy else 1
+    if args.selftest and report.device.torch_device != "cpu":
+        selftest_guard.leave_stuck_processes(code)
+    return code
+
+
+def _examined(args: argparse.Namespace, environ: Mapping[str, str]) -> Report:
     import dataclasses
 
     from primus_turbo_plugin.diagnostics import selftest_guard
     from primus_turbo_plugin.diagnostics.doctor import examine
-    from primus_turbo_plugin.diagnostics.render import render
     from primus_turbo_plugin.diagnostics.selftest import run_selftest
     from primus_turbo_plugin.kernels.registry import default_registry
     from primus_turbo_plugin.precision.config_sources import ResolvedConfig, resolve
 
-    if args.selftest:  # whatever hangs, in a driver say, this process ends, and says where it was
-        left = args.started + args.selftest_limit - time.monotonic()
-        faulthandler.dump_traceback_later(max(left, 0.0) + 5.0, exit=True, file=sys.__stderr__ or 2)
     resolved: ResolvedConfig | ConfigError
     try:
         resolved = resolve(args, environ)
@@ -124,19 +138,26 @@ def _doctor(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         resolved = error  # reported with everything else, so that one run shows all there is
     report = examine(resolved, environ)
     on = report.device.torch_device
-    if args.selftest and on == "cpu":  # nothing here can hang a device
-        report = dataclasses.replace(report, selftest=run_selftest(default_registry(), on))
-    elif args.selftest:
+    if not args.selftest:
+        return report
+    if on == "cpu":  # nothing here can hang a device
+        results = run_selftest(default_registry(), on)
+    else:
         results = selftest_guard.run_guarded(
             on, limit_s=args.selftest_limit, started=args.started, progress=selftest_guard.show_progress
         )
-        report = dataclasses.replace(report, selftest=results)
-    print(json.dumps(report.to_dict(), indent=2) if args.json else render(report), flush=True)
-    code = 0 if report.is_healthy else 1
-    faulthandler.cancel_dump_traceback_later()
-    if args.selftest and on != "cpu":
-        selftest_guard.leave_stuck_processes(code)
-    return code
+    return dataclasses.replace(report, selftest=results)
+
+
+@contextlib.contextmanager
+def _ends_by(deadline: float) -> Iterator[None]:
+    """Whatever hangs in here, in a driver say, this process ends 5 seconds behind the deadline, and says where it was."""
+    left = max(deadline - time.monotonic(), 0.0) + 5.0
+    faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__ or 2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

@@ -127,6 +127,22 @@ def test_self_test_of_a_gpu_runs_in_a_process_of_its_own_within_the_limit(
     assert (code, data["healthy"], data["selftest"][0]["outcome"]) == (1, False, "not run")
 
 
+def test_a_self_test_that_hangs_outside_its_processes_ends_all_the_same(tmp_path: Path) -> None:
+    """In a driver, for instance, that never answers what the device is; and says where it hung."""
+    script = tmp_path / "doctor.py"
+    script.write_text(
+        "import sys, time\n"
+        "from primus_turbo_plugin import cli\n"
+        "from primus_turbo_plugin.diagnostics import doctor\n"
+        "def answers_never(*args):\n    time.sleep(600)\n"
+        "doctor.examine = answers_never\n"
+        "sys.exit(cli.main(['doctor', '--selftest', '--selftest-limit', '1']))\n"
+    )
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "in answers_never" in ended.stderr
+
+
 def test_failing_kernel_exits_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from primus_turbo_plugin.kernels.torch_native import gemm
 

@@ -197,10 +197,7 @@ class _Pool:
             kind, *said = worker.pipe.recv()
         except (EOFError, ConnectionResetError):
             worker.process.join(_ENDING_S)
-            code = worker.process.exitcode
-            if code is not None and -code in _STOPPING:
-                raise Stopped(signal.Signals(-code).name) from None
-            self._lose(worker, f"its process ended with exit code {code}")
+            self._lose(worker, f"its process ended with exit code {worker.process.exitcode}")
             return
         if kind == "ready":
             worker.ready, self.lost_starts = True, 0

@@ -86,6 +86,11 @@ def spoils(device: str, cores: int, pipe: Connection) -> None:
     serve(made(wrong, fine), device, pipe)
 
 
+def held_back(device: torch.device) -> str | None:
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    return None if {signal.SIGTERM, signal.SIGINT} <= held else f"only {held} are held back"
+
+
 def mixed_claims(device: str, cores: int, pipe: Connection) -> None:
     tests = made(fine, fine)
     serve(
@@ -168,6 +173,7 @@ def test_a_spoilt_device_gets_a_fresh_process(monkeypatch) -> None:
 
 
 def test_what_nobody_claims_needs_no_run() -> None:
+    """And a process leaves to this one what `timeout` and Ctrl-C send to all: it would seem to have been ended by its case."""
     said: list[str] = []
     results = run_guarded("cpu", limit_s=100, processes=1, work=mixed_claims, progress=said.append)
     assert outcomes(results) == ["passed", "passed", "not claimed", "untested"]
