@@ -7,7 +7,7 @@ kernel was compiled for (`facts`), and then only binds tensors and launches; `la
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class KernelCall:
 class CallLauncher:
     """Launches one call again and again: by Triton's JIT the first time, by the kernel that came of it from then on."""
 
-    __slots__ = ("_described", "_launch", "_plain", "_template", "call")
+    __slots__ = ("_compiled", "_described", "_latest", "_plain", "_template", "call")
 
     def __init__(self, call: KernelCall) -> None:
         values = {**call.args, **call.constants}
@@ -94,24 +94,31 @@ class CallLauncher:
         slots = [(index, value) for index, value in enumerate(self._template) if isinstance(value, Slot)]
         self._plain = [(index, slot.name) for index, slot in slots if slot.block is None]
         self._described = [(index, _Described(slot)) for index, slot in slots if slot.block is not None]
-        self._launch: Any = None
+        self._compiled: Any = None
+        self._latest: tuple[tuple[int, ...], Any] = (), None
 
-    def run(self, tensors: Tensors) -> None:
-        if self._launch is None:
-            compiled = self.call.bind(tensors).run()
-            if compiled is not None:  # Triton's interpreter compiles nothing
-                self._launch = compiled[(*self.call.grid, 1, 1)[:3]]
+    def run(self, tensors: Tensors, grid: tuple[int, ...] | None = None) -> None:
+        """Launches it, on another grid than the call's if one is given."""
+        grid = self.call.grid if grid is None else grid
+        if self._compiled is None:
+            self._compiled = replace(
+                self.call.bind(tensors), grid=grid
+            ).run()  # None: Triton's interpreter compiles nothing
             return
+        latest, launch = self._latest
+        if latest != grid:
+            launch = self._compiled[(*grid, 1, 1)[:3]]
+            self._latest = grid, launch
         args = self._template.copy()
         for index, name in self._plain:
             args[index] = tensors[name]
         for index, described in self._described:
             args[index] = described.bind(tensors)
-        self._launch(*args)
+        launch(*args)
 
 
 class _Described:
-    """The descriptor of a slot, again and again: its checks and its shape are the first one's, its tensor is not kept."""
+    """The descriptor of a slot, again and again: its checks and all but its tensor and shape are the first one's."""
 
     __slots__ = ("_fields", "_kind", "_slot")
 
@@ -128,8 +135,9 @@ class _Described:
             return first
         tensor = tensors[self._slot.name]
         assert tensor is not None
+        tensor = tensor.t() if self._slot.turned else tensor
         descriptor = object.__new__(self._kind)
-        descriptor.__dict__.update(self._fields, base=tensor.t() if self._slot.turned else tensor)
+        descriptor.__dict__.update(self._fields, base=tensor, shape=tensor.shape)
         return descriptor
 
 

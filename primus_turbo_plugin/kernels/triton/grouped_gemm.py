@@ -23,9 +23,14 @@ from primus_turbo_plugin.kernels.triton import gemm, grouped_gemm_key
 from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
 from primus_turbo_plugin.kernels.triton.gemm_launch import facts
 from primus_turbo_plugin.kernels.triton.grouped_gemm_key import GroupedGemmKey, depth_key, rows_key
-from primus_turbo_plugin.kernels.triton.grouped_gemm_launch import GroupedProgram, depth_program, rows_program
+from primus_turbo_plugin.kernels.triton.grouped_gemm_launch import (
+    GroupedProgram,
+    depth_program,
+    rows_program,
+    tokens_class,
+)
 from primus_turbo_plugin.kernels.triton.grouped_gemm_tuning import TUNABLE
-from primus_turbo_plugin.kernels.triton.launching import Answers, on_device
+from primus_turbo_plugin.kernels.triton.launching import Answers, facts_but, on_device
 from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
@@ -60,17 +65,20 @@ def grouped_gemm_nt(
         ShapeError: Shapes, devices or rotations do not fit.
         ConfigError: `config` cannot serve this product.
     """
-    alike = "rows", *_facts(a, b, groups), out_dtype, config, resolve
-    program = _PROGRAMS.get(alike)
-    cols = b.shape[-2] if isinstance(b, torch.Tensor) else b.shape[0] // groups.count
-    if program is None:
+    cols = b.shape[0] // groups.count if len(b.shape) == 2 else b.shape[1] if len(b.shape) == 3 else 0
+    about = "rows", facts(b), facts(groups.offsets), out_dtype, config, resolve
+    free = *about, _facts_but(a, 0), tokens_class(groups, cols * out_dtype.itemsize)
+    exact = *about, facts(a), groups.total
+    program = _PROGRAMS.get(free) or _PROGRAMS.get(exact)
+    if program is None or a.shape[0] != groups.total:
         cols = check_rows(a, b, groups)
         if 0 in (a.shape[0], a.shape[1], cols):
-            return torch.zeros((a.shape[0], cols), dtype=out_dtype, device=a.device)
+            return torch.zeros(a.shape[0], cols, dtype=out_dtype, device=a.device)
     y = torch.empty(a.shape[0], cols, dtype=out_dtype, device=a.device)
     if program is None:
         key = rows_key(a, b, cols, groups, out_dtype)
-        program = _PROGRAMS.keep(alike, rows_program(a, b, groups, y, key, _checked(key, config, resolve)))
+        program = rows_program(a, b, groups, y, key, _checked(key, config, resolve))
+        _PROGRAMS.keep(free if program.any_length else exact, program)
     with on_device(y.device):
         program.run(a, b, groups, y)
     return y
@@ -106,10 +114,13 @@ def grouped_gemm_depth(
         ShapeError: Shapes, dtypes, strides, devices or rotations do not fit.
         ConfigError: `config` cannot serve this product.
     """
-    alike = "depth", *_facts(a, b, groups), facts(out), accumulate, scales_by_expert, config, resolve
-    program = _PROGRAMS.get(alike)
-    if program is None:
+    about = "depth", facts(groups.offsets), facts(out), accumulate, scales_by_expert, config, resolve
+    free = *about, _facts_but(a, 1), _facts_but(b, 1), tokens_class(groups, 0)
+    exact = *about, facts(a), facts(b), groups.total
+    program = _PROGRAMS.get(free) or _PROGRAMS.get(exact)
+    if program is None or not a.shape[1] == b.shape[1] == groups.total:
         check_depth(a, b, groups, out, accumulate=accumulate)
+    if program is None:
         if out.stride(2) != 1 and out.shape[2] > 1:
             raise ShapeError(
                 "grouped_gemm_depth (triton): out must be contiguous along its last axis, got strides "
@@ -121,14 +132,19 @@ def grouped_gemm_depth(
             return out if accumulate else out.zero_()
         key = depth_key(a, b, groups, out, accumulate=accumulate, scales_by_expert=scales_by_expert)
         config, multiple = _checked(key, config, resolve), offset_multiple(a, b)
-        program = _PROGRAMS.keep(alike, depth_program(a, b, groups, out, key, config, multiple=multiple))
+        program = depth_program(a, b, groups, out, key, config, multiple=multiple)
+        _PROGRAMS.keep(free if program.any_length else exact, program)
     with on_device(out.device):
         program.run(a, b, groups, out)
     return out
 
 
-def _facts(a: Operand, b: Operand, groups: Groups) -> tuple[Hashable, ...]:
-    return facts(a), facts(b), facts(groups.offsets), groups.total
+def _facts_but(x: Operand, dim: int) -> Hashable:
+    """`facts` without the number of tokens, axis `dim`: routing gives experts another one in every step."""
+    if isinstance(x, QuantizedTensor):
+        parts = facts_but(x.data, dim), facts_but(x.block_scale, dim)
+        return x.spec, x.shape[1 - dim], x.signs_seed, x.scale_layout, *parts
+    return facts_but(x, dim) if x.dim() == 2 else facts(x)
 
 
 def offset_multiple(a: Operand, b: Operand) -> int:

@@ -98,11 +98,15 @@ def _key(
     out_dtype: torch.dtype, accumulate: bool,
 ) -> GroupedGemmKey:  # fmt: skip
     arch, units = gpu_of(a.device.index)
-    tokens = 1 << max(-(-groups.total // groups.count) - 1, 0).bit_length()
     return GroupedGemmKey(
-        arch=arch, compute_units=units, kind=kind, groups=groups.count, tokens=tokens, outer=outer, inner=inner, a=left, b=right,
-        out=_OUT_NAMES.get(out_dtype, str(out_dtype)), accumulate=accumulate,
+        arch=arch, compute_units=units, kind=kind, groups=groups.count, tokens=average_tokens(groups),
+        outer=outer, inner=inner, a=left, b=right, out=_OUT_NAMES.get(out_dtype, str(out_dtype)), accumulate=accumulate,
     )  # fmt: skip
+
+
+def average_tokens(groups: Groups) -> int:
+    """Tokens of an average expert, rounded up to a power of two."""
+    return 1 << max(-(-groups.total // groups.count) - 1, 0).bit_length()
 
 
 def _weight_key(b: Operand) -> OperandKey:

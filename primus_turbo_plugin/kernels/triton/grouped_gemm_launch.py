@@ -23,7 +23,7 @@ from primus_turbo_plugin.kernels.triton.gemm_launch import (
     reaches_far,
     source_of,
 )
-from primus_turbo_plugin.kernels.triton.grouped_gemm_key import GroupedGemmKey
+from primus_turbo_plugin.kernels.triton.grouped_gemm_key import GroupedGemmKey, average_tokens
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
 
@@ -37,12 +37,16 @@ class GroupedProgram:
         weight: A plain weight is read as it is, or as one matrix of all experts' rows, or of all their columns; None for what is
             no such weight.
         calls: The calls, tensors as Slots; `out` and `offsets` among them.
+        walk: Of `rows`, whose grid follows from the tokens: (rows of a tile, groups, tiles side by side, most programs).
+        any_length: Any number of tokens with the same `tokens_class` has this program: no integer but the grid depends on it.
     """
 
     left: Source
     right: Source
     weight: Literal["whole", "rows", "columns"] | None
     calls: tuple[KernelCall, ...]
+    walk: tuple[int, int, int, int] | None
+    any_length: bool
     _launchers: list[CallLauncher] = field(default_factory=list, repr=False)
 
     def tensors(self, a: Operand, b: Operand, groups: Groups, out: torch.Tensor) -> Tensors:
@@ -66,8 +70,22 @@ class GroupedProgram:
         if not self._launchers:
             self._launchers[:] = [CallLauncher(call) for call in self.calls]  # at once: backward has threads of its own
         tensors = self.tensors(a, b, groups, out)
-        for launcher in self._launchers:
+        *decoding, multiply = self._launchers
+        for launcher in decoding:
             launcher.run(tensors)
+        multiply.run(tensors, None if self.walk is None else _grid_of_rows(groups.total, *self.walk))
+
+
+def _grid_of_rows(tokens: int, block_m: int, groups: int, tiles_n: int, most: int) -> tuple[int]:
+    """Programs of a product of rows: one a tile, an expert's last rows taking one more, or as many as run at once."""
+    return (min((-(-tokens // block_m) + groups) * tiles_n, most),)
+
+
+def tokens_class(groups: Groups, out_row_bytes: int) -> tuple[int, ...]:
+    """What of the number of tokens changes a product's configuration, or code: whether there is more than one (strides of one
+    row mean nothing), and whether the result's offsets fit in 31 bits.
+    """
+    return average_tokens(groups), min(groups.total, 2), groups.total * out_row_bytes < 1 << 31
 
 
 def plan_rows(
@@ -95,8 +113,8 @@ def rows_program(
         "stride_bsg": _scales_a_group(b, cols),
     }  # fmt: skip
     constants = {**_constants(left, right, config), "GROUPS": count, "SEARCH": max(_power_of_two(count), 2)}
-    tiles = (-(-y.shape[0] // config.block_m) + count) * -(-cols // config.block_n)
-    grid = (min(tiles, key.compute_units),)
+    walk = config.block_m, count, -(-cols // config.block_n), key.compute_units
+    grid = _grid_of_rows(y.shape[0], *walk)
     if config.loads == "descriptors":
         weight = "columns" if right.outer else "rows"
         args |= {
@@ -114,7 +132,8 @@ def rows_program(
         constants |= _pointer_constants(left, right, y.stride(0), key, config, even_n=cols % config.block_n == 0)
         constants["EVEN_K"] = key.inner % config.block_k == 0 and min(left.stored, right.stored) >= key.inner
         multiply = KernelCall(grouped_rows_kernel, grid, args, constants, options_of(config))
-    return GroupedProgram(left, right, None if isinstance(b, QuantizedTensor) else weight, (*calls, multiply))
+    plain = weight if isinstance(b, torch.Tensor) else None
+    return GroupedProgram(left, right, plain, (*calls, multiply), walk, any_length=left.scratch is None)
 
 
 def plan_depth(
@@ -161,7 +180,8 @@ def depth_program(
         constants |= {**pointers, "EVEN_K": multiple % config.block_k == 0}
         grid = (min(tiles, key.compute_units),)
         multiply = KernelCall(grouped_depth_kernel, grid, args, constants, options_of(config))
-    return GroupedProgram(left, right, None, (*calls, multiply))
+    plain = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    return GroupedProgram(left, right, None, (*calls, multiply), None, any_length=plain)
 
 
 def _sources(a: Operand, b: Operand, key: GemmKey, config: GemmConfig) -> tuple[Source, Source, list[KernelCall]]:

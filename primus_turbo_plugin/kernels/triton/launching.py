@@ -28,6 +28,12 @@ def facts(x: torch.Tensor | None) -> Hashable:
     return x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.device
 
 
+def facts_but(x: torch.Tensor, dim: int) -> Hashable:
+    """`facts` without the size of a dimension of a matrix, for kernels that are told it by other tensors: experts' tokens."""
+    small = not _ON_ROCM or x.untyped_storage().nbytes() < 1 << 31
+    return x.dtype, x.shape[1 - dim], x.stride(), x.data_ptr() & 15, x.device, small
+
+
 class Answers(dict[Hashable, V]):
     """Answers to questions that come again. They depend on nothing but the question, so that losing one costs only time."""
 

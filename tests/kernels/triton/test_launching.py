@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +20,10 @@ pytest.importorskip("triton", reason="the kernels' signatures need triton, which
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from primus_turbo_plugin.errors import ConfigError
+from primus_turbo_plugin.errors import ConfigError, ShapeError
 from primus_turbo_plugin.kernels.groups import Groups
 from primus_turbo_plugin.kernels.triton import fused, gemm, grouped_gemm, launching, norm, quantize, targets
+from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
 from primus_turbo_plugin.kernels.triton.gemm_key import gpu_of
 from primus_turbo_plugin.kernels.triton.grouped_quantize_kernel import expert_fp8_kernel
 from primus_turbo_plugin.kernels.triton.launching import Answers, Launcher
@@ -129,6 +131,7 @@ def _matrix(rows: int, cols: int, dtype: torch.dtype, choose: random.Random) -> 
     return choose.choice(views)()
 
 
+DECODED_ONCE = GemmConfig(block_m=64, block_n=64, block_k=64, num_warps=4, decode="scratch")
 PAIRS = [
     (MX, MX_ROTATED), (MX_ROTATED, MX), (STOCHASTIC, ROWWISE), (ONE_SCALE, None), (QuantSpec.bf16(), ONE_SCALE),
     (QuantSpec(format="mxfp4", hadamard=64), QuantSpec(format="fp8", block="1x128")),
@@ -163,16 +166,25 @@ def _case(seed: int) -> Callable[[], tuple[dict[str, Any], Any]]:
         if kind == "norm backward":
             dy = given["dy"] = x.clone() if choose.random() < 0.7 else _matrix(rows, cols, dtype, choose)
             return given, norm.rms_norm_bwd(dy, x, weight, statistic, dresidual=dy if flag else None)
-        if kind in ("rows", "depth"):
+        if kind in ("rows", "depth"):  # another number of tokens every time
+            rows = choose.choice([1, 33, 100, 128, 200, 4096])
+            x = given["x"] = _matrix(rows, cols, torch.bfloat16, choose)
             groups = Groups(torch.zeros(choose.choice([3, 4]), dtype=torch.int64), rows)
             experts = groups.count
         if kind == "rows":
             weight = given["weight"] = torch.zeros(experts, 64, cols, dtype=torch.bfloat16)
             if flag:
                 weight = given["weight"] = torch.zeros(experts, cols, 64, dtype=torch.bfloat16).transpose(1, 2)
-            return {**given, "offsets": groups.offsets}, grouped_gemm.grouped_gemm_nt(
-                x, weight, groups, out_dtype=torch.bfloat16
+            given["offsets"] = groups.offsets
+            if choose.random() < 0.5 or cols % 32:
+                return given, grouped_gemm.grouped_gemm_nt(x, weight, groups, out_dtype=torch.bfloat16)
+            data, scale = (
+                torch.zeros(rows, cols // 2, dtype=torch.uint8),
+                torch.zeros(rows, cols // 32, dtype=torch.uint8),
             )
+            given |= {"data": data, "scale": scale}
+            a, config = QuantizedTensor(data, scale, MX, (rows, cols)), DECODED_ONCE if flag else None
+            return given, grouped_gemm.grouped_gemm_nt(a, weight, groups, out_dtype=torch.bfloat16, config=config)
         if kind == "depth":
             dy, out = _matrix(rows, 64, torch.bfloat16, choose), torch.zeros(experts, 64, cols)
             given |= {"dy": dy, "out": out, "offsets": groups.offsets}
@@ -225,6 +237,57 @@ def test_a_later_call_launches_what_a_first_one_would(launches, monkeypatch, rng
     for index, got in zip(order, later):
         _forget(monkeypatch)
         assert got == _launched(calls[index], launches), f"case {seeds[index]}"
+
+
+SMALL = GemmConfig(block_m=64, block_n=64, block_k=64, num_warps=4, persistent=True)
+
+
+@pytest.mark.parametrize("kind", ["rows", "rows of mxfp4", "depth"])
+@pytest.mark.parametrize("config", [None, SMALL, replace(SMALL, loads="descriptors"), DECODED_ONCE], ids=str)
+def test_experts_any_number_of_tokens_is_launched_as_if_it_were_the_first(kind, config, launches, monkeypatch) -> None:
+    if kind == "rows of mxfp4" and config is not None and config.loads == "descriptors":
+        config = replace(config, decode="scratch")
+    elif kind != "rows of mxfp4" and config is DECODED_ONCE:
+        config = replace(SMALL, block_k=32)
+
+    def call(tokens: int) -> tuple[dict[str, Any], Any]:
+        groups, x = Groups(torch.zeros(4, dtype=torch.int64), tokens), torch.zeros(tokens, 128, dtype=torch.bfloat16)
+        weight, out = torch.zeros(3, 64, 128, dtype=torch.bfloat16), torch.zeros(3, 64, 128)
+        dy = torch.zeros(tokens, 64, dtype=torch.bfloat16)
+        given = {"x": x, "weight": weight, "out": out, "dy": dy, "offsets": groups.offsets}
+        if kind == "depth":
+            return given, grouped_gemm.grouped_gemm_depth(dy.t(), x.t(), groups, out, accumulate=True, config=config)
+        a: Any = x
+        if kind != "rows":
+            given["data"], given["scale"] = (torch.zeros(tokens, size, dtype=torch.uint8) for size in (64, 4))
+            a = QuantizedTensor(given["data"], given["scale"], MX, (tokens, 128))
+        return given, grouped_gemm.grouped_gemm_nt(a, weight, groups, out_dtype=torch.bfloat16, config=config)
+
+    numbers = [200, 254, 1, 2, 380, 64, 33, 4096, 4090, 65, 1, 200]
+    if kind == "depth" and config is not None and config.loads == "descriptors":
+        numbers = [tokens for tokens in numbers if tokens > 1]  # of one token, columns are no rows of 16 bytes
+    later = [_launched(lambda tokens=tokens: call(tokens), launches) for tokens in numbers]
+    for tokens, got in zip(numbers, later):
+        _forget(monkeypatch)
+        assert got == _launched(lambda tokens=tokens: call(tokens), launches), tokens
+
+
+def test_experts_with_other_numbers_of_tokens_share_a_kernel(launches) -> None:
+    """Routing gives another number in every step; the grid and the descriptors follow it."""
+    jit, weight = [], torch.zeros(3, 64, 128, dtype=torch.bfloat16)
+    run = launches.run
+    launches.run = lambda kernel, *rest: (jit.append(kernel.fn.__name__), run(kernel, *rest))[1]
+    for tokens in (200, 254, 380, 255):  # 65 to 128 an expert: one configuration
+        groups, dy = Groups(torch.zeros(4, dtype=torch.int64), tokens), torch.zeros(tokens, 64, dtype=torch.bfloat16)
+        x = torch.zeros(tokens, 128, dtype=torch.bfloat16)
+        assert grouped_gemm.grouped_gemm_nt(x, weight, groups, out_dtype=torch.bfloat16).shape == (tokens, 64)
+        grouped_gemm.grouped_gemm_depth(dy.t(), x.t(), groups, torch.zeros(3, 64, 128), accumulate=True)
+        with pytest.raises(ShapeError, match=f"T = {tokens}"):
+            grouped_gemm.grouped_gemm_nt(x[1:], weight, groups, out_dtype=torch.bfloat16)
+        with pytest.raises(ShapeError, match=f"T = {tokens}"):
+            grouped_gemm.grouped_gemm_depth(dy.t(), x[1:].t(), groups, torch.zeros(3, 64, 128), accumulate=True)
+    assert len(jit) == 2
+    assert len(launches) == 8
 
 
 def test_only_the_first_launch_goes_through_the_jit(launches) -> None:
