@@ -90,7 +90,7 @@ class CallLauncher:
     def __init__(self, call: KernelCall) -> None:
         values = {**call.args, **call.constants}
         self.call = call
-        self._template = [values[parameter.name] for parameter in call.kernel.params]
+        self._template = [values[name] for name in call.kernel.arg_names]
         slots = [(index, value) for index, value in enumerate(self._template) if isinstance(value, Slot)]
         self._plain = [(index, slot.name) for index, slot in slots if slot.block is None]
         self._described = [(index, _Described(slot)) for index, slot in slots if slot.block is not None]

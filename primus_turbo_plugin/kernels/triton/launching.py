@@ -82,7 +82,7 @@ class Launcher:
         self._constants = dict(constants)
         self._options = dict(options)
         self._views = dict(views or {})
-        names = [parameter.name for parameter in kernel.params]
+        names = kernel.arg_names  # an interpreted kernel has no `params`
         self._tail = tuple(constants[name] for name in names[len(names) - len(constants) :])
         self._launch: Callable[..., None] | None = None
 

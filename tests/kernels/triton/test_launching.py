@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels' signatures need triton, which is not installed")
 
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -25,6 +26,7 @@ from primus_turbo_plugin.kernels.groups import Groups
 from primus_turbo_plugin.kernels.triton import fused, gemm, grouped_gemm, launching, norm, quantize, targets
 from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
 from primus_turbo_plugin.kernels.triton.gemm_key import gpu_of
+from primus_turbo_plugin.kernels.triton.gemm_launch import CallLauncher, KernelCall
 from primus_turbo_plugin.kernels.triton.grouped_quantize_kernel import expert_fp8_kernel
 from primus_turbo_plugin.kernels.triton.launching import Answers, Launcher
 from primus_turbo_plugin.kernels.triton.quantize_copy import CopyPlan, amax_buffers
@@ -302,14 +304,22 @@ def test_only_the_first_launch_goes_through_the_jit(launches) -> None:
     assert dtypes[1] == dtypes[2] == (torch.bfloat16, torch.uint8, torch.uint8)
 
 
-def test_without_a_compiled_kernel_every_launch_goes_through_the_jit(monkeypatch) -> None:
-    """As under Triton's interpreter, which compiles nothing."""
-    seen = []
-    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **named: seen.append(args[0].dtype))
-    launch = Launcher(quantize_kernel, (1,), dict.fromkeys(("ROW", "COL", "BLOCK_M", "BLOCK_N")), {}, {0: torch.int32})
+def test_triton_s_interpreter_is_asked_every_time(monkeypatch) -> None:
+    """It compiles nothing, and its functions have no `params`."""
+    seen: list[Any] = []
+    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **named: seen.append((args, named)))
+    kernel = InterpretedFunction(quantize_kernel.fn)
+    constants = dict.fromkeys(("ROW", "COL", "BLOCK_M", "BLOCK_N"))
+    launch = Launcher(kernel, (1,), constants, {}, {0: torch.int32})
     for _ in range(2):
         launch(torch.zeros(4, dtype=torch.bfloat16))
-    assert seen == [torch.int32, torch.int32]
+    assert [args[0].dtype for args, _ in seen] == [torch.int32, torch.int32]
+    seen.clear()
+    given = dict.fromkeys(name for name in kernel.arg_names if name not in constants)
+    call = CallLauncher(KernelCall(kernel, (1,), given, constants, {}))
+    for grid in ((2,), (3,)):
+        call.run({}, grid)
+    assert [named["grid"] for _, named in seen] == [(2,), (3,)]
 
 
 def test_integers_that_differ_from_call_to_call_are_not_specialised() -> None:
