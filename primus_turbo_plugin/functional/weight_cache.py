@@ -18,7 +18,8 @@ training forwards under DDP without an optimizer step. torch gives no sign of su
 which costs as much as the cast it would save. `begin_step()` or `clear()` after it is the remedy.
 
 CUDA graphs: none of the above runs when a graph is replayed. So while one is captured nothing is reused and nothing kept: the
-graph quantises the weight itself, in every replay and hence in every microbatch.
+graph quantises the weight itself, in every replay and hence in every microbatch. An optimizer step that was captured is no longer
+counted: a layer that no schedule announces to then quantises afresh in every forward.
 """
 
 from __future__ import annotations
@@ -40,14 +41,19 @@ class OptimizerClock:
 
     Megatron's optimizers end in a torch optimizer, whose public post-step hook is the only notice of a step that reaches a layer
     in every release and with every wrapper. A step only ever makes copies stale, so counting other models' steps is harmless.
+
+    Attributes:
+        steps: Those counted.
+        is_captured: A step was captured in a CUDA graph (Megatron's `--optimizer-cuda-graph`): its replays are not counted.
     """
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps, self.is_captured = 0, False
         self._handle = register_optimizer_step_post_hook(self._stepped)
 
     def _stepped(self, *_: Any) -> None:
         self.steps += 1
+        self.is_captured = self.is_captured or _stream_is_captured()
 
 
 @functools.cache
@@ -108,11 +114,12 @@ class WeightCache:
 
         A schedule that announced itself covers its own forwards. What runs in the other mode was begun by somebody else, who may
         have swapped weights in through `.data` (averages, for an evaluation). Where no schedule ever announces itself, the
-        optimizer clock stands in: under DDP and in training, weights change when an optimizer steps.
+        optimizer clock stands in: under DDP and in training, weights change when an optimizer steps, which it counts unless they
+        are replayed.
         """
         if self.announced:
             return self._announced_in_training == training
-        return training and under_ddp and self.clock.steps > 0
+        return training and under_ddp and self.clock.steps > 0 and not self.clock.is_captured
 
     def tensors(self) -> list[Tensor]:
         """Codes and scales of the copies that are kept now."""
@@ -158,3 +165,7 @@ class WeightCache:
 
 def _is_being_captured(weight: Tensor) -> bool:
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _stream_is_captured() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

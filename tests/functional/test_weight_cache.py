@@ -172,6 +172,21 @@ def test_the_clock_counts_steps_of_every_torch_optimizer() -> None:
     assert optimizer_clock() is optimizer_clock()
 
 
+def test_a_captured_optimizer_step_is_no_clock(layer: _Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's --optimizer-cuda-graph: the hook runs while the step is captured, and at none of its replays."""
+    cache = WeightCache(OptimizerClock())
+    _step(layer.weight)
+    assert cache.covers(training=True, under_ddp=True)
+    monkeypatch.setattr(weight_cache, "_stream_is_captured", lambda: True)
+    _step(layer.weight)
+    monkeypatch.undo()
+    assert not cache.covers(training=True, under_ddp=True)
+    _step(layer.weight)
+    assert not cache.covers(training=True, under_ddp=True)
+    cache.begin_step()  # a schedule that announces itself needs no clock
+    assert cache.covers(training=True, under_ddp=True)
+
+
 def test_copies_made_in_inference_mode_serve_no_training(layer: _Layer) -> None:
     """An inference tensor must not be saved for backward, so one that stayed in the cache would break the next step."""
     with torch.inference_mode():
