@@ -26,6 +26,8 @@ from primus_turbo_plugin.errors import ConfigError, TurboError
 if TYPE_CHECKING:
     from primus_turbo_plugin.diagnostics.doctor import Report
 
+_LONGEST_S = 604_800  # a week; far longer times overflow the timers of some systems
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns its exit code. The environment is read here."""
@@ -81,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument(
         "--selftest-limit",
-        type=float,
+        type=_seconds,
         default=900.0,
         metavar="S",
         help="end the self-test of a GPU, and this command, S seconds after its start (900)",
@@ -107,6 +109,13 @@ def build_parser() -> argparse.ArgumentParser:
     amdgcn.add_emulate_arguments(emulate)
     emulate.set_defaults(run=amdgcn.run_emulate)
     return parser
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) <= _LONGEST_S:
+            return value
+    raise argparse.ArgumentTypeError(f"must be seconds, more than 0 and at most {_LONGEST_S}, got {text!r}")
 
 
 def _doctor(args: argparse.Namespace, environ: Mapping[str, str]) -> int:

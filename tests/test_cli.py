@@ -153,6 +153,14 @@ def test_failing_kernel_exits_1(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert failed == {"torch", "per_expert"}, "experts go one by one through the best ordinary GEMM, which is torch's"
 
 
+@pytest.mark.parametrize("limit", ["inf", "nan", "1e12", "0", "-5", "soon"])
+def test_a_limit_that_no_clock_can_keep_is_a_wrong_command_line(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--selftest", f"--selftest-limit={limit}"])
+    assert ended.value.code == 2
+    assert f"must be seconds, more than 0 and at most 604800, got '{limit}'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["diagnose"], ["selftest"], []])
 def test_unknown_or_missing_command_exits_2_and_lists_those_that_exist(
     capsys: pytest.CaptureFixture[str], arguments: list[str]

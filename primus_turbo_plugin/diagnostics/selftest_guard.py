@@ -184,7 +184,7 @@ class _Pool:
                 return
             try:
                 worker.pipe.send(number)
-            except (BrokenPipeError, ConnectionResetError):  # it has ended since
+            except OSError:  # it has ended since
                 self._end(worker)
                 continue
             if self.todo:
@@ -195,7 +195,7 @@ class _Pool:
         """What a process says."""
         try:
             kind, *said = worker.pipe.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # OSError: in the middle of a message, say
             worker.process.join(_ENDING_S)
             self._lose(worker, f"its process ended with exit code {worker.process.exitcode}")
             return
@@ -304,8 +304,10 @@ def _signals_held_back() -> Iterator[None]:
 
 
 def show_progress(text: str) -> None:
-    """A line at once, also into a pipe; beside the report, which is all of standard output."""
-    print(text, file=sys.stderr, flush=True)
+    """A line at once, also into a pipe; beside the report, which is all of standard output. Nobody need read it."""
+    if sys.stderr is not None:  # closed; print would take standard output
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def leave_stuck_processes(code: int) -> None:

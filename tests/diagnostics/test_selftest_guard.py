@@ -18,7 +18,7 @@ import torch
 
 from primus_turbo_plugin.diagnostics import selftest_worker
 from primus_turbo_plugin.diagnostics.selftest import CaseResult, SelfTest, in_order
-from primus_turbo_plugin.diagnostics.selftest_guard import run_guarded
+from primus_turbo_plugin.diagnostics.selftest_guard import run_guarded, show_progress
 from primus_turbo_plugin.diagnostics.selftest_worker import serve
 
 Check = Callable[[torch.device], "str | None"]
@@ -100,6 +100,15 @@ def mixed_claims(device: str, cores: int, pipe: Connection) -> None:
     )
 
 
+def breaks_off(device: str, cores: int, pipe: Connection) -> None:
+    """As a process that is killed while it writes: a length, and less than that."""
+    tests = made(fine)
+    pipe.send(("ready", [(test.op, test.backend, test.case) for test in tests], {}, [0]))
+    pipe.recv()
+    os.write(pipe.fileno(), (100).to_bytes(4, "big") + b"half")
+    os._exit(137)
+
+
 def never_starts(device: str, cores: int, pipe: Connection) -> None:
     os._exit(1)
 
@@ -161,6 +170,28 @@ def test_a_signal_ends_it_with_what_is_known(number) -> None:
     assert outcomes(results) == ["passed", "not run", "not run"]
     assert results[2].detail == f"stopped by {number.name}"
     assert signal.getsignal(number) is handler
+
+
+def test_a_process_that_ends_in_the_middle_of_a_message_has_lost_its_case() -> None:
+    (result,) = run_guarded("cpu", limit_s=100, processes=1, work=breaks_off)
+    assert (result.outcome, result.detail) == ("failed", "its process ended with exit code 137")
+
+
+def test_nobody_need_read_the_progress(capsys, monkeypatch) -> None:
+    """The report is still made, and standard output stays its own."""
+    show_progress("one")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        show_progress("two")
+        monkeypatch.setattr(sys, "stderr", None)
+        show_progress("three")
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            gone.close()
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "one\n")
 
 
 def test_a_spoilt_device_gets_a_fresh_process(monkeypatch) -> None:
