@@ -17,7 +17,7 @@ from torch import Tensor
 
 from primus_turbo_plugin.kernels.triton.attention_plan import Plans
 from primus_turbo_plugin.kernels.triton.attention_tiles import Tiles, architecture, tiles_for
-from primus_turbo_plugin.kernels.triton.launching import facts, on_device
+from primus_turbo_plugin.kernels.triton.launching import facts, on_device, untraced
 from primus_turbo_plugin.kernels.triton.zeros import fresh_zero
 
 _PROBLEM = (
@@ -36,6 +36,7 @@ _PLANS = Plans()
 offered, clears it."""
 
 
+@untraced
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *problem: Any) -> Tensor:
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
@@ -71,6 +72,7 @@ def _forward_launches(
         yield launch.forward_launch(q, k, v, out, lse, described, _tiles(q, v).forward, tma=tma)
 
 
+@untraced
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None,
     q_dtype: torch.dtype | None, kv_dtype: torch.dtype | None, *problem: Any,

@@ -21,7 +21,7 @@ from primus_turbo_plugin.errors import ShapeError
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import FusedQuantizeRequest
 from primus_turbo_plugin.kernels.triton import quantize as plain
-from primus_turbo_plugin.kernels.triton.launching import Answers, Launcher, facts, on_device
+from primus_turbo_plugin.kernels.triton.launching import Answers, Launcher, facts, on_device, untraced
 from primus_turbo_plugin.kernels.triton.quantize_copy import CopyPlan
 from primus_turbo_plugin.kernels.triton.quantize_launch import QuantizePlan, has_words, serves, shared_plan, tile_tokens
 from primus_turbo_plugin.kernels.triton.targets import has_gluon, refusal
@@ -52,6 +52,7 @@ class _Plan:
 _PLANS: Answers[_Plan] = Answers()
 
 
+@untraced
 def rms_norm_quantize(
     x: Tensor,
     weight: Tensor,
@@ -75,6 +76,7 @@ def rms_norm_quantize(
     return *plan.copies.run(x, key, signs_seed, gamma=gamma, rstd=rstd), rstd
 
 
+@untraced
 def swiglu_quantize(
     x: Tensor,
     row_spec: QuantSpec | None,
@@ -89,6 +91,7 @@ def swiglu_quantize(
     return plan.copies.run(x, key, signs_seed)
 
 
+@untraced
 def quantize_and_sum(
     x: Tensor,
     row_spec: QuantSpec | None,

@@ -25,12 +25,13 @@ from primus_turbo_plugin.kernels.triton.gemm_defaults import triton_version
 from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, gpu_of, key_of
 from primus_turbo_plugin.kernels.triton.gemm_launch import Program, facts, program_of
 from primus_turbo_plugin.kernels.triton.gemm_tuning import TUNABLE
-from primus_turbo_plugin.kernels.triton.launching import Answers, on_device
+from primus_turbo_plugin.kernels.triton.launching import Answers, on_device, untraced
 from primus_turbo_plugin.kernels.triton.targets import SCALED_MATRIX_UNITS, refusal
 from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
 
 
+@untraced
 def gemm_nt(
     a: Operand,
     b: Operand,

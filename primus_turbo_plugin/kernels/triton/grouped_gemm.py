@@ -30,7 +30,7 @@ from primus_turbo_plugin.kernels.triton.grouped_gemm_launch import (
     tokens_class,
 )
 from primus_turbo_plugin.kernels.triton.grouped_gemm_tuning import TUNABLE
-from primus_turbo_plugin.kernels.triton.launching import Answers, facts_but, on_device
+from primus_turbo_plugin.kernels.triton.launching import Answers, facts_but, on_device, untraced
 from primus_turbo_plugin.kernels.tuning.table import TuningTable, tuning_table
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
@@ -38,6 +38,7 @@ Resolve = Callable[[GroupedGemmKey], GemmConfig]
 _PROGRAMS: Answers[GroupedProgram] = Answers()
 
 
+@untraced
 def grouped_gemm_nt(
     a: Operand,
     b: Operand,
@@ -84,6 +85,7 @@ def grouped_gemm_nt(
     return y
 
 
+@untraced
 def grouped_gemm_depth(
     a: Operand,
     b: Operand,

@@ -7,15 +7,31 @@ alike in all of this (`facts`), and the answer is kept: sizes of outputs, grid, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import dynamo at once, a second of start-up
 
 _ON_ROCM = torch.version.hip is not None
 _MOST_ANSWERS = 1 << 12
 V = TypeVar("V")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """The function, which torch.compile calls and does not trace: addresses decide here, and a traced tensor has none."""
+    outside_graphs = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return outside_graphs(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(F, call)
 
 
 def facts(x: torch.Tensor | None) -> Hashable:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from primus_turbo_plugin.kernels.norm import NormRequest
 from primus_turbo_plugin.kernels.registry import Backend
-from primus_turbo_plugin.kernels.triton.launching import Answers, Launcher, facts, on_device
+from primus_turbo_plugin.kernels.triton.launching import Answers, Launcher, facts, on_device, untraced
 from primus_turbo_plugin.kernels.triton.targets import dtype_refusal, refusal, warp_size
 
 LOG_WHOLE_FORWARD, LOG_WHOLE_BACKWARD = 15, 14
@@ -134,6 +134,7 @@ _FORWARD: Answers[_Forward] = Answers()
 _BACKWARD: Answers[_Backward] = Answers()
 
 
+@untraced
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, *, rms: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -171,6 +172,7 @@ def _forward_plan(x: Tensor, has_bias: bool, zero_centered: bool, rms: bool) -> 
     return _Forward(Launcher(kernel, (grid,), {**constants, **tile}, options), sizes)
 
 
+@untraced
 def _backward(
     dy: Tensor,
     x: Tensor,

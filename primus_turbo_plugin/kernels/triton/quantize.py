@@ -15,7 +15,7 @@ import torch
 from primus_turbo_plugin.errors import ConfigError, ShapeError
 from primus_turbo_plugin.kernels.registry import Backend
 from primus_turbo_plugin.kernels.requests import QuantizeRequest
-from primus_turbo_plugin.kernels.triton.launching import Answers, facts
+from primus_turbo_plugin.kernels.triton.launching import Answers, facts, untraced
 from primus_turbo_plugin.kernels.triton.quantize_launch import QuantizePlan, quantize_plan
 from primus_turbo_plugin.kernels.triton.targets import dtype_refusal, refusal
 from primus_turbo_plugin.precision.quant_spec import QuantSpec
@@ -62,6 +62,7 @@ def quantize(
 _PLANS: Answers[QuantizePlan] = Answers()
 
 
+@untraced
 def quantize_both(
     x: torch.Tensor,
     row_spec: QuantSpec | None,

@@ -33,11 +33,11 @@ class Kernel:
     """Stands for a JIT function: launched by name it records and gives a compiled kernel, which is launched by position."""
 
     def __init__(self, real: Any, launches: list[dict[str, Any]]) -> None:
-        self.params = real.params
+        self.arg_names = real.arg_names
         self._launches = launches
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        names = [parameter.name for parameter in self.params]
+        names = self.arg_names
         launches = self._launches
 
         class Compiled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import random
 import sys
 import threading
@@ -320,6 +321,33 @@ def test_triton_s_interpreter_is_asked_every_time(monkeypatch) -> None:
     for grid in ((2,), (3,)):
         call.run({}, grid)
     assert [named["grid"] for _, named in seen] == [(2,), (3,)]
+
+
+def test_torch_compile_calls_launches_and_keeps_the_graphs_around_them(launches) -> None:
+    """It would give up on a whole function that looks at an address, and compile what launches in its place."""
+    weight, in_graphs = torch.zeros(128), []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        in_graphs.extend(node.target for node in graph.graph.nodes)
+        return graph.forward
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        y, rstd = norm.rms_norm_fwd(x * 2, weight, 1e-5)
+        dx, _ = norm.rms_norm_bwd(y * 3, x, weight, rstd)
+        row, _ = quantize.quantize_both(dx * 4, MX, None)
+        assert row is not None
+        return gemm.gemm_nt(row, dx, out_dtype=torch.bfloat16) * 5
+
+    compiled, events = torch.compile(layer, backend=backend), []
+    with torch.no_grad():
+        for function in (layer, compiled):
+            launches.clear()
+            for rows in (64, 64, 128, 64):
+                assert function(torch.zeros(rows, 128, dtype=torch.bfloat16)).shape == (rows, rows)
+            events.append([(name, grid) for name, grid, _, _ in launches])
+    torch._dynamo.reset()
+    assert events[0] == events[1]
+    assert in_graphs.count(operator.mul) >= 4
 
 
 def test_integers_that_differ_from_call_to_call_are_not_specialised() -> None:
