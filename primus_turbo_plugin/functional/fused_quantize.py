@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from primus_turbo_plugin.communication.quantized import shards_align
 from primus_turbo_plugin.functional.autocast import compute_dtype
@@ -219,9 +220,15 @@ def stand_in(x: Tensor, columns: int) -> Tensor:
 
     Without memory, and without a launch: the one NaN of a device and dtype is made once.
     """
-    plain = type(x) in (Tensor, Parameter)  # not, say, a FakeTensor, whose NaN would be a fake too
-    nan = _nan(x.device, x.dtype) if plain else x.new_full((), float("nan"))
+    nan = _nan(x.device, x.dtype) if _is_plain(x) else x.new_full((), float("nan"))
     return nan.expand(x.shape[0], columns)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Not, say, a FakeTensor, nor among such: the NaN that is kept would be a fake too."""
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return False
+    return type(x) in (Tensor, Parameter)
 
 
 @functools.cache

@@ -28,6 +28,8 @@ from primus_turbo_plugin.kernels.norm import NormRequest
 from primus_turbo_plugin.kernels.registry import KernelRegistry, default_registry
 from tests.support.linear import QUANTIZED_RECIPES, leaf, make_call, plan
 
+_PLAIN = torch.zeros(4, 8)
+
 
 class _Counting:
     """The default registry, noting what it is asked for."""
@@ -195,6 +197,13 @@ def test_layers_share_the_nan_that_stands_in_for_their_inputs(rng: torch.Generat
     for a, b in zip(*grads):
         assert bool(a.isfinite().all())
         assert torch.equal(a, b)
+
+
+def test_a_fake_among_plain_tensors_is_not_what_layers_share() -> None:
+    fused_quantize._nan.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fused_quantize.stand_in(_PLAIN, 6)
+    assert fused_quantize.stand_in(_PLAIN, 6).isnan().all()
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp4", "mxfp8"])
