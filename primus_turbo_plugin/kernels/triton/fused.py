@@ -72,7 +72,7 @@ def rms_norm_quantize(
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if plan.rstd is not None:
         with on_device(x.device):
-            plan.rstd(x, rstd, rows, hidden, x.stride(0), eps)
+            plan.rstd(x, rstd, rows, hidden, x.stride(0), float(eps))  # an integer is compiled into a kernel
     return *plan.copies.run(x, key, signs_seed, gamma=gamma, rstd=rstd), rstd
 
 

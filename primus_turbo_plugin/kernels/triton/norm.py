@@ -150,7 +150,7 @@ def _forward(
     mean = None if rms else torch.empty_like(rstd)
     if plan.launch is not None:
         with on_device(device):
-            plan.launch(x, weight, bias, y, mean, rstd, *plan.sizes, eps)
+            plan.launch(x, weight, bias, y, mean, rstd, *plan.sizes, float(eps))  # an integer is compiled into a kernel
     return y, mean, rstd
 
 

@@ -350,6 +350,15 @@ def test_torch_compile_calls_launches_and_keeps_the_graphs_around_them(launches)
     assert in_graphs.count(operator.mul) >= 4
 
 
+def test_an_epsilon_that_is_an_integer_is_not_compiled_into_the_kernel(launches) -> None:
+    """Triton makes a constant of 1, which the next epsilon would be ignored for."""
+    x, weight = torch.zeros(32, 128, dtype=torch.bfloat16), torch.zeros(128)
+    norm.rms_norm_fwd(x, weight, 1)
+    fused.rms_norm_quantize(x, weight, 1, MX, None)
+    kept = [compiled_for["eps"] for _, _, _, compiled_for in launches if "eps" in compiled_for]
+    assert kept == ["a float"] * 2
+
+
 def test_integers_that_differ_from_call_to_call_are_not_specialised() -> None:
     """A kernel compiled for a word that is a multiple of 16, or 1, would be wrong for the next word."""
     for kernel in (quantize_shared_kernel, quantize_kernel, expert_fp8_kernel):
