@@ -124,6 +124,18 @@ def _refused_by_circumstance(config: Any, turbo: TurboConfig) -> Iterator[Reason
             "delay_wgrad_compute",
             "Megatron's own linears cannot delay wgrad. Set 'linear: turbo', or leave the flag out.",
         )
+    graphs = getattr(config, "cuda_graph_impl", "none")
+    if config.delay_wgrad_compute and turbo.linear == "turbo" and graphs in ("local", "transformer_engine"):
+        yield (
+            "delay_wgrad_compute",
+            f"with cuda_graph_impl: {graphs!r}: a backward pass leaves a gradient for later when it is captured, and at no replay. "
+            "Leave one of them out.",
+        )
+    if graphs == "transformer_engine" and not compat.transformer_engine_is_installed():
+        yield (
+            "cuda_graph_impl",
+            "'transformer_engine' captures by Transformer Engine, which is not installed. Set local.",
+        )
     if (
         isinstance(config.cp_comm_type, list)
         and config.context_parallel_size > 1

@@ -185,12 +185,14 @@ CONDITIONAL: Mapping[str, str] = {
     "num_layers_at_start_in_bf16": "-> bf16_first_layers, where `first_last_layers_bf16` is set",
     "num_layers_at_end_in_bf16": "-> bf16_last_layers, where `first_last_layers_bf16` is set",
     "cuda_graph_impl": "a quantised weight is quantised inside the graph, in every microbatch; refused with stochastic rounding, "
-    "with `fp8` and `fp4` (name the recipe by --turbo-precision), and beside overlap but with 'transport: sdma'",
+    "with `fp8` and `fp4` (name the recipe by --turbo-precision), and beside overlap but with 'transport: sdma'; "
+    "transformer_engine also where that is not installed",
     "enable_cuda_graph": "as `cuda_graph_impl`",
     "external_cuda_graph": "as `cuda_graph_impl`",
     "attention_backend": "auto; local needs 'attention: megatron', the others 'attention: transformer_engine'",
     "transformer_impl": "local or transformer_engine, without effect on this spec; inference_optimized refused",
-    "delay_wgrad_compute": "honoured by linears of turbo and transformer_engine (`backward_dw`); refused with 'linear: megatron'",
+    "delay_wgrad_compute": "honoured by linears of turbo and transformer_engine (`backward_dw`); refused with 'linear: megatron' "
+    "and, by turbo, in CUDA graphs of layers",
     "cp_comm_type": "p2p (also where it is not given), all_gather, a2a and a2a+p2p honoured by core attention, for all layers or "
     "one a layer; docs/context-parallel.md. A list is refused on 0.16, which hands each layer its neighbour's entry",
     "hierarchical_context_parallel_sizes": "[a2a size, p2p size], honoured by core attention under `cp_comm_type` a2a+p2p",

@@ -272,8 +272,9 @@ def test_report_says_which_experts_run() -> None:
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_captured_graphs_take_quantised_linears_but_no_random_bits_and_no_state_of_transformer_engine(
-    impl: str,
+    impl: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(compat, "transformer_engine_is_installed", lambda: True)
     cfg = with_settings(cuda_graph_impl=impl)
     resolve(cfg)
     resolve(cfg, TurboConfig.from_dict({"precision": "mxfp4"}))
@@ -288,6 +289,25 @@ def test_captured_graphs_take_quantised_linears_but_no_random_bits_and_no_state_
         resolve(with_settings(cuda_graph_impl=impl, fp8="e4m3", fp8_recipe="mxfp8"))
     assert "--turbo-precision" in refusal.value.reasons["cuda_graph_impl"]
     resolve(with_settings(fp8="e4m3", fp8_recipe="mxfp8"))
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_weight_gradients_put_off_are_refused_in_graphs_of_layers(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python leaves them to `backward_dw`, and none of it runs when a graph is replayed: the weights would stay as they are."""
+    monkeypatch.setattr(compat, "transformer_engine_is_installed", lambda: True)
+    with pytest.raises(UnsupportedError, match="delay_wgrad_compute") as refusal:
+        resolve(with_settings(cuda_graph_impl=impl, delay_wgrad_compute=True))
+    assert f"cuda_graph_impl: '{impl}'" in refusal.value.reasons["delay_wgrad_compute"]
+    resolve(with_settings(cuda_graph_impl=impl))
+    resolve(with_settings(cuda_graph_impl="full_iteration", delay_wgrad_compute=True))  # holds `backward_dw` too
+
+
+def test_transformer_engines_graphs_need_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "transformer_engine_is_installed", lambda: False)
+    with pytest.raises(UnsupportedError, match="cuda_graph_impl") as refusal:
+        resolve(with_settings(cuda_graph_impl="transformer_engine"))
+    assert "Set local" in refusal.value.reasons["cuda_graph_impl"]
+    resolve(with_settings(cuda_graph_impl="local"))
 
 
 @pytest.mark.parametrize(
