@@ -24,7 +24,7 @@ from tests.support.distributed import RankInfo, ranks
 @ranks(world_size=2)
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_copies_under_the_callers_compute_are_seen(rank_info: RankInfo, transport: str, tmp_path: Path) -> None:
-    """A bulk gather under 80 ms of compute is hidden; the same gather waited for at once is not."""
+    """A bulk gather under 300 ms of compute is hidden, also on a busy machine; the same gather waited for at once is not."""
     kind = SharedMemoryTransport if transport == "shared_memory" else ProcessGroupTransport
     tracer = Tracer(tmp_path, first=2, last=2)
     overlap = Overlap(kind(torch.distributed.group.WORLD, torch.device("cpu")), tracer=tracer)
@@ -38,7 +38,7 @@ def test_copies_under_the_callers_compute_are_seen(rank_info: RankInfo, transpor
     for number in (1, 2, 3):
         torch.distributed.barrier()
         pending = overlap.start_gather(Payload.plain(x), label=f"layers.{number}.hidden")
-        time.sleep(0.08)
+        time.sleep(0.3)
         pending.wait()
         overlap.gather_gemm(Payload.plain(x), multiply, torch.empty(4000, 1), 500, label="fused")
         step()
