@@ -85,8 +85,7 @@ class Groups:
                 f"grouped GEMM: tokens_per_expert must be multiples of {multiple}, as said; got {_shown(counts)}. "
                 "Pad every expert's rows, or leave multiple= out."
             )
-        offsets = torch.tensor(host, dtype=torch.int64).to(device, non_blocking=True)
-        return cls(offsets, total, host, math.gcd(*host))
+        return cls(_on_device(host, device), total, host, math.gcd(*host))
 
     @property
     def count(self) -> int:
@@ -120,6 +119,17 @@ class Groups:
         """Row of `padded` that each row moves to, int64 `[total]`."""
         shift = (padded.offsets - self.offsets)[:-1]
         return torch.arange(self.total, device=shift.device) + shift[self.of_rows()]
+
+
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 `[numbers]`. Into a CUDA graph nothing is copied from the host; there each is filled in, and stays what it is."""
+    if _is_captured(device):
+        return torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _shown(counts: Tensor) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from primus_turbo_plugin.errors import ShapeError
+from primus_turbo_plugin.kernels import groups as groups_module
 from primus_turbo_plugin.kernels.grouped_operands import take_contraction, take_rows
 from primus_turbo_plugin.kernels.groups import Groups
 from primus_turbo_plugin.kernels.reference import quantize
@@ -183,6 +184,27 @@ def test_a_nan_stays_with_its_expert(backend, kind, rng) -> None:
     assert bool(pieces[0].isfinite().all())
     assert bool(pieces[1].isnan().all())
     assert bool(pieces[2].isfinite().all())
+
+
+def test_counts_known_on_the_host_are_filled_into_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of experts with a capacity, which Megatron captures: torch copies nothing from the host while it captures."""
+    counts = torch.tensor([2, 0, 3])
+    expected = Groups.of(counts, 5, torch.device("cpu"))
+    monkeypatch.setattr(groups_module, "_is_captured", lambda device: True)
+    monkeypatch.setattr(torch, "tensor", None)
+    captured = Groups.of(counts, 5, torch.device("cpu"))
+    assert captured.offsets.dtype == expected.offsets.dtype
+    assert torch.equal(captured.offsets, expected.offsets)
+    assert captured.host == expected.host
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch sees none")
+def test_groups_of_counts_on_the_host_can_be_captured() -> None:
+    device, graph = torch.device("cuda", torch.cuda.current_device()), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        groups = Groups.of(torch.tensor([2, 0, 3]), 5, device)
+    graph.replay()
+    assert groups.offsets.tolist() == [0, 2, 2, 5]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
