@@ -128,8 +128,8 @@ def _refused_by_circumstance(config: Any, turbo: TurboConfig) -> Iterator[Reason
     if config.delay_wgrad_compute and turbo.linear == "turbo" and graphs in ("local", "transformer_engine"):
         yield (
             "delay_wgrad_compute",
-            f"with cuda_graph_impl: {graphs!r}: a backward pass puts gradients off when it is captured, and at no replay. Leave one "
-            "of them out.",
+            f"with cuda_graph_impl: {graphs!r}: gradients are put off when a backward pass is captured, and at no replay. "
+            "Leave one of them out.",
         )
     if graphs == "transformer_engine" and not compat.transformer_engine_is_installed():
         yield (
