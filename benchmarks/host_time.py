@@ -176,13 +176,13 @@ def profile(setting: Setting, words: str, *, samples: int = SAMPLES, first_micro
             yield f"{own / samples * 1e6:8.1f} {total / samples * 1e6:8.1f} {calls / samples:7.1f}  {where}{name}"
 
 
-def describe(device: torch.device) -> str:
-    """Device, versions and commit: the first line of a report."""
+def describe(device: torch.device, samples: int) -> str:
+    """Device, versions, commit and calls a case: the first line of a report."""
     if device.type != "cpu":
-        return describe_machine().rpartition(", cold")[0] + f", host time, idle GPU, median of {SAMPLES} calls"
+        return describe_machine().rpartition(", cold")[0] + f", host time, idle GPU, median of {samples} calls"
     return (
-        f"CPU ({platform.machine()}), torch {torch.__version__}, reference kernels: a CPU's times, with the computing in them; "
-        "they say nothing of a GPU's"
+        f"CPU ({platform.machine()}), torch {torch.__version__}, reference kernels, median of {samples} calls: a CPU's times, with "
+        "the computing in them; they say nothing of a GPU's"
     )
 
 
@@ -221,7 +221,7 @@ def main() -> None:
     setting = Setting(device, Sizes(), tuple(options.recipes))
     kept = {"samples": options.samples, "first_microbatch": options.first_microbatch}
     with _megatron_here(device):
-        print(describe(device), flush=True)
+        print(describe(device, options.samples), flush=True)
         if options.profile is not None:
             for line in profile(setting, options.profile, **kept):
                 print(line, flush=True)
