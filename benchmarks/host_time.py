@@ -181,8 +181,8 @@ def describe(device: torch.device, samples: int) -> str:
     if device.type != "cpu":
         return describe_machine().rpartition(", cold")[0] + f", host time, idle GPU, median of {samples} calls"
     return (
-        f"CPU ({platform.machine()}), torch {torch.__version__}, reference kernels, median of {samples} calls: a CPU's times, with "
-        "the computing in them; they say nothing of a GPU's"
+        f"CPU ({platform.machine()}), torch {torch.__version__}, reference kernels, median of {samples} calls: a CPU's times, "
+        "with the computing in them; they say nothing of a GPU's"
     )
 
 
