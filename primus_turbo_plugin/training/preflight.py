@@ -136,10 +136,13 @@ def _check_experts(args: argparse.Namespace) -> None:
 
 
 def _check_cuda_graphs(args: argparse.Namespace) -> None:
-    if args.device == "cpu" and getattr(args, "cuda_graph_impl", "none") != "none":
-        raise ConfigError(
-            f"--cuda-graph-impl {args.cuda_graph_impl}: a CPU captures no graphs. Leave it out with --device cpu."
-        )
+    if args.device != "cpu":
+        return
+    asked = [] if getattr(args, "cuda_graph_impl", "none") == "none" else [f"--cuda-graph-impl {args.cuda_graph_impl}"]
+    flags = ("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph")
+    asked += [f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag, False)]
+    if asked:
+        raise ConfigError(f"{', '.join(asked)}: a CPU captures no graphs. Leave it out with --device cpu.")
 
 
 def _check_batch(args: argparse.Namespace) -> None:

@@ -127,6 +127,9 @@ def _check(argv: list[str], world_size: int) -> None:
         (tiny_gpt(global_batch_size=6), 2, "x 2 data-parallel ranks = 4. Take 8."),
         (tiny_gpt("--num-experts", "4", tensor_model_parallel_size=2), 2, "Pass --expert-tensor-parallel-size 1"),
         (tiny_gpt("--cuda-graph-impl", "local"), 1, "Leave it out with --device cpu"),
+        (tiny_gpt("--enable-cuda-graph"), 1, "--enable-cuda-graph: a CPU captures no graphs"),
+        (tiny_gpt("--external-cuda-graph"), 1, "--external-cuda-graph: a CPU captures no graphs"),
+        (tiny_gpt("--optimizer-cuda-graph"), 1, "--optimizer-cuda-graph: a CPU captures no graphs"),
     ],
 )
 def test_sizes_that_do_not_fit_the_ranks_are_refused(argv: list[str], world_size: int, words: str) -> None:
