@@ -207,7 +207,7 @@ class AttentionRequest(Request):
             "groups": k.shape[-2],
             "head_dim": q.shape[-1],
             "v_head_dim": v.shape[-1],
-            "window": mask.window,
+            "window": tuple(mask.window),
             "causal": mask.causal,
             "unequal_lengths": True if q.shape[tokens] != k.shape[tokens] else False,  # noqa: SIM210
             "masked": mask.masked is not None,

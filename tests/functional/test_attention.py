@@ -381,3 +381,10 @@ def test_the_rows_log_sum_exp_is_returned_and_merges_parts_of_the_keys(rng: torc
     assert whole.requires_grad
     assert not lse.requires_grad
     assert torch.equal(whole, attention(q, k, v, scale=0.25))
+
+
+def test_a_window_may_be_a_list(rng: torch.Generator) -> None:
+    """As configuration files give it; the choice of a backend is kept by what was asked for."""
+    q = torch.randn(2, 8, 2, 16, generator=rng)
+    outs = [attention(q, q, q, layout="bshd", mask=AttentionMask(window=window)) for window in ((3, 0), [3, 0])]  # type: ignore[arg-type]
+    assert torch.equal(*outs)
