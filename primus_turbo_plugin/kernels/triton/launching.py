@@ -61,8 +61,9 @@ class Answers(dict[Hashable, V]):
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a device the current one; free of charge where it is."""
-    return _HERE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+    """Makes a device the current one; free of charge where it is. A graph of torch.compile may run where another one is."""
+    here = torch.cuda.current_device() == device.index and not torch.compiler.is_compiling()
+    return _HERE if here else torch.cuda.device(device)
 
 
 _HERE = nullcontext()
@@ -98,8 +99,7 @@ class Launcher:
         self._constants = dict(constants)
         self._options = dict(options)
         self._views = dict(views or {})
-        names = kernel.arg_names  # an interpreted kernel has no `params`
-        self._tail = tuple(constants[name] for name in names[len(names) - len(constants) :])
+        self._tail: tuple[Any, ...] = ()
         self._launch: Callable[..., None] | None = None
 
     def __call__(self, *args: Any) -> None:
@@ -111,5 +111,7 @@ class Launcher:
             if given[place] is not None:
                 given[place] = given[place].view(dtype)
         compiled = self.kernel[self.grid](*given, **self._constants, **self._options)
-        if compiled is not None:  # Triton's interpreter compiles nothing
+        if compiled is not None:  # Triton's interpreter compiles nothing, torch.compile does so later
+            names = self.kernel.arg_names
+            self._tail = tuple(self._constants[name] for name in names[len(names) - len(self._constants) :])
             self._launch = compiled[(*self.grid, 1, 1)[:3]]

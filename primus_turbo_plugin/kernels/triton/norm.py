@@ -17,7 +17,7 @@ from torch import Tensor
 
 from primus_turbo_plugin.kernels.norm import NormRequest
 from primus_turbo_plugin.kernels.registry import Backend
-from primus_turbo_plugin.kernels.triton.launching import Answers, Launcher, facts, on_device, untraced
+from primus_turbo_plugin.kernels.triton.launching import Answers, Launcher, facts, on_device
 from primus_turbo_plugin.kernels.triton.targets import dtype_refusal, refusal, warp_size
 
 LOG_WHOLE_FORWARD, LOG_WHOLE_BACKWARD = 15, 14
@@ -134,16 +134,17 @@ _FORWARD: Answers[_Forward] = Answers()
 _BACKWARD: Answers[_Backward] = Answers()
 
 
-@untraced
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, *, rms: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(y, mean or None, rstd)."""
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
-    question = facts(x), facts(weight), facts(bias), zero_centered, rms
-    plan = _FORWARD.get(question)
-    if plan is None:
-        plan = _FORWARD.keep(question, _forward_plan(x, bias is not None, zero_centered, rms))
+    if torch.compiler.is_compiling():  # a traced tensor has no address; the graph takes the kernel as it is
+        plan = _forward_plan(x, bias is not None, zero_centered, rms)
+    else:
+        question = facts(x), facts(weight), facts(bias), zero_centered, rms
+        kept = _FORWARD.get(question)
+        plan = kept or _FORWARD.keep(question, _forward_plan(x, bias is not None, zero_centered, rms))
     device = x.device
     y = torch.empty(*x.shape, dtype=x.dtype, device=device)
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=device)
@@ -172,7 +173,6 @@ def _forward_plan(x: Tensor, has_bias: bool, zero_centered: bool, rms: bool) -> 
     return _Forward(Launcher(kernel, (grid,), {**constants, **tile}, options), sizes)
 
 
-@untraced
 def _backward(
     dy: Tensor,
     x: Tensor,
@@ -184,10 +184,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx, fp32 sums `[1 or 2, hidden]`: dweight, and for a layer norm dbias)."""
     weight = weight.contiguous()
-    question = *map(facts, (dy, x, weight, mean, rstd, dresidual)), zero_centered
-    plan = _BACKWARD.get(question)
-    if plan is None:
-        plan = _BACKWARD.keep(question, _backward_plan(dy, x, mean is None, dresidual, zero_centered))
+    if torch.compiler.is_compiling():
+        plan = _backward_plan(dy, x, mean is None, dresidual, zero_centered)
+    else:
+        question = *map(facts, (dy, x, weight, mean, rstd, dresidual)), zero_centered
+        kept = _BACKWARD.get(question)
+        plan = kept or _BACKWARD.keep(question, _backward_plan(dy, x, mean is None, dresidual, zero_centered))
     device, (sums, _, hidden) = x.device, plan.sums
     dx = torch.empty(*x.shape, dtype=x.dtype, device=device)
     if plan.main is None or plan.total is None:

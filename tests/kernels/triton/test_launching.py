@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -323,22 +324,24 @@ def test_triton_s_interpreter_is_asked_every_time(monkeypatch) -> None:
     assert [named["grid"] for _, named in seen] == [(2,), (3,)]
 
 
-def test_torch_compile_calls_launches_and_keeps_the_graphs_around_them(launches) -> None:
-    """It would give up on a whole function that looks at an address, and compile what launches in its place."""
-    weight, in_graphs = torch.zeros(128), []
-
+def _compiled(function: Callable[..., Any], in_graphs: list[Any], **options: Any) -> Callable[..., Any]:
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         in_graphs.extend(node.target for node in graph.graph.nodes)
         return graph.forward
 
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        y, rstd = norm.rms_norm_fwd(x * 2, weight, 1e-5)
-        dx, _ = norm.rms_norm_bwd(y * 3, x, weight, rstd)
-        row, _ = quantize.quantize_both(dx * 4, MX, None)
-        assert row is not None
-        return gemm.gemm_nt(row, dx, out_dtype=torch.bfloat16) * 5
+    return torch.compile(function, backend=backend, **options)
 
-    compiled, events = torch.compile(layer, backend=backend), []
+
+def test_torch_compile_calls_launches_and_keeps_the_graphs_around_them(launches) -> None:
+    """It would give up on a whole function that looks at an address, and compile what launches in its place."""
+    in_graphs: list[Any] = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        row, _ = quantize.quantize_both(x * 4, MX, None)
+        assert row is not None
+        return gemm.gemm_nt(row, x * 3, out_dtype=torch.bfloat16) * 5
+
+    compiled, events = _compiled(layer, in_graphs), []
     with torch.no_grad():
         for function in (layer, compiled):
             launches.clear()
@@ -347,7 +350,37 @@ def test_torch_compile_calls_launches_and_keeps_the_graphs_around_them(launches)
             events.append([(name, grid) for name, grid, _, _ in launches])
     torch._dynamo.reset()
     assert events[0] == events[1]
-    assert in_graphs.count(operator.mul) >= 4
+    assert in_graphs.count(operator.mul) >= 3
+
+
+def test_a_norm_is_in_the_graph_of_torch_compile(launches, monkeypatch) -> None:
+    """The compiler takes its kernels themselves, and nothing is kept that saw a traced tensor."""
+    import torch._dynamo.variables.builder as builder
+
+    for module in (torch.utils._triton, builder):
+        for name in ("has_triton", "has_triton_package"):
+            monkeypatch.setattr(module, name, lambda *_: True, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H200)  # one that dynamo does not know
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(norm, "warp_size", lambda _: 32)
+    weight, in_graphs = torch.zeros(128), []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        y, rstd = norm.rms_norm_fwd(x * 2, weight, 1e-5)
+        return norm.rms_norm_bwd(y * 3, x, weight, rstd)[0] * 4
+
+    compiled, events = _compiled(layer, in_graphs, fullgraph=True), []
+    with torch.no_grad():
+        for function in (compiled, layer):
+            launches.clear()
+            for rows in (64, 64, 128, 64):
+                assert function(torch.zeros(rows, 128, dtype=torch.bfloat16)).shape == (rows, 128)
+            events.append([(name, grid) for name, grid, _, _ in launches])
+            assert len(norm._FORWARD) == len(norm._BACKWARD) == (2 if function is layer else 0)
+    torch._dynamo.reset()
+    assert events[0] == events[1]
+    assert len(events[0]) == 12
+    assert in_graphs.count(operator.mul) >= 3
 
 
 def test_an_epsilon_that_is_an_integer_is_not_compiled_into_the_kernel(launches) -> None:
