@@ -3,6 +3,9 @@
 Triton's JIT looks at every argument of every call: dtype and alignment of a tensor, whether an integer is 1 or a multiple of 16.
 With 40 arguments that takes longer on the host than a small kernel takes on the GPU. So it is asked once for tensors that are
 alike in all of this (`facts`), and the answer is kept: sizes of outputs, grid, constants, and a `Launcher`; tensors never are.
+
+What Triton's own switches say (debugging, instrumentation, hooks before a kernel's run) is looked at in the first launch only.
+Its hooks around launches, which profilers use, are called in every one.
 """
 
 from __future__ import annotations
