@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
-from multiprocessing.connection import Connection
+import threading
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ def serve(tests: Any, torch_device: str, pipe: Connection) -> None:
     Sends `("ready", names, results of those that need no run, numbers of the others in order)`, then for each number
     `("ended", result, whether the device still serves)`.
     """
+    _end_with_parent()
     device = torch.device(torch_device)
     unneeded = {i: test.run(device) for i, test in enumerate(tests) if not test.is_to_run}
     pipe.send(("ready", [(test.op, test.backend, test.case) for test in tests], unneeded, in_order(tests)))
@@ -47,6 +50,19 @@ def serve(tests: Any, torch_device: str, pipe: Connection) -> None:
         pipe.send(("ended", result, device_serves))
         if not device_serves:
             return
+
+
+def _end_with_parent() -> None:
+    """This process ends when the one that started it does, however that ended and whatever hangs here."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _device_serves(device: torch.device) -> bool:
