@@ -314,9 +314,11 @@ def test_processes_that_hang_end_with_a_command_that_is_killed(tmp_path) -> None
     script = tmp_path / "orphans.py"
     script.write_text(ORPHANS)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(["", str(Path(__file__).parents[2])])}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environ, check=False)
-    assert done.returncode == -signal.SIGKILL
-    left = {int(pid) for pid in done.stdout.split()}
+    said = tmp_path / "said"  # a pipe would be open for as long as they run
+    with said.open("w") as out:
+        done = subprocess.run([sys.executable, str(script)], stdout=out, stderr=out, env=environ, check=False)
+    assert done.returncode == -signal.SIGKILL, said.read_text()
+    left = {int(pid) for pid in said.read_text().splitlines()[-1].split()}
     assert left
     until = time.monotonic() + 20
     while left and time.monotonic() < until:
