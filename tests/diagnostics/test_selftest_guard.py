@@ -117,7 +117,7 @@ def outcomes(results: tuple[CaseResult, ...]) -> list[str]:
     return [item.outcome for item in results]
 
 
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_one_bad_kernel_costs_one_case(processes) -> None:
     """Also where another ran at the same time, which is asked again, alone."""
     said: list[str] = []
@@ -256,7 +256,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["limit", "signal to all"])
+@pytest.mark.parametrize("how", [pytest.param("limit", marks=pytest.mark.slow), "signal to all"])
 def test_the_command_ends_in_time_with_a_partial_report(how, tmp_path) -> None:
     """Lines come while it runs, also in a pipe. Signals as `timeout` and Ctrl-C send them: to the self-test's processes too."""
     script = tmp_path / "doctor.py"
