@@ -158,12 +158,9 @@ def _linear(setting: Setting) -> Iterator[Case]:
         "F.linear": lambda: F.linear(x, weight),
         "Megatron": lambda: megatron(x)[0],
     }
-    leaves, modules = [weight, *megatron.parameters()], []
-    for recipe in setting.recipes:
-        ours = _column(setting, TurboColumnParallelLinear, weight, fused=True, plan=_plan(recipe))
-        functions[f"{OURS} {recipe}"] = lambda ours=ours: ours(x)[0]  # type: ignore[misc]
-        modules.append(ours)
-    yield from _passes("linear", functions, dy, x, leaves, modules)
+    ours = _columns_by_recipe(setting, TurboColumnParallelLinear, weight)
+    functions |= {name: lambda module=module: module(x)[0] for name, module in ours.items()}  # type: ignore[misc]
+    yield from _passes("linear", functions, dy, x, [weight, *megatron.parameters()], ours.values())
 
 
 def _norm_linear(setting: Setting) -> Iterator[Case]:
@@ -185,12 +182,9 @@ def _norm_linear(setting: Setting) -> Iterator[Case]:
         "F.rms_norm, F.linear": lambda: F.linear(normed(), weight),
         "F.rms_norm, Megatron": lambda: megatron(normed())[0],
     }
-    leaves, modules = [weight, gamma, *megatron.parameters()], []
-    for recipe in setting.recipes:
-        ours = _column(setting, TurboLayerNormColumnParallelLinear, weight, fused=True, plan=_plan(recipe))
-        functions[f"{OURS} {recipe}"] = lambda ours=ours: ours(x)[0]  # type: ignore[misc]
-        modules.append(ours)
-    yield from _passes("norm + linear", functions, dy, x, leaves, modules)
+    ours = _columns_by_recipe(setting, TurboLayerNormColumnParallelLinear, weight)
+    functions |= {name: lambda module=module: module(x)[0] for name, module in ours.items()}  # type: ignore[misc]
+    yield from _passes("norm + linear", functions, dy, x, [weight, gamma, *megatron.parameters()], ours.values())
 
 
 def _experts(setting: Setting) -> Iterator[Case]:
@@ -337,6 +331,13 @@ def _column(setting: Setting, kind: Any, weight: Tensor, *, fused: bool, **optio
     with torch.no_grad():
         module.weight.copy_(weight)
     return _with_main_grads(module) if fused else module
+
+
+def _columns_by_recipe(setting: Setting, kind: Any, weight: Tensor) -> dict[str, Any]:
+    """Name of the backend -> this package's linear of that class."""
+    return {
+        f"{OURS} {recipe}": _column(setting, kind, weight, fused=True, plan=_plan(recipe)) for recipe in setting.recipes
+    }
 
 
 def _with_main_grads(module: Any) -> Any:

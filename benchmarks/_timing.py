@@ -17,8 +17,8 @@ CACHE_EXCEEDING_BYTES = 1 << 29
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One measured case. `ok` is the numeric check made before timing; times are microseconds.
+class Timed:
+    """One case and its time in microseconds. `ok` is the numeric check made before timing.
 
     Attributes:
         op: What was done.
@@ -27,9 +27,6 @@ class Row:
         us: Median time.
         us_p20: 20th percentile.
         us_p80: 80th percentile.
-        bytes: Bytes that must move (each input read once, each output written once).
-        flops: Floating-point operations of a matrix product, else 0.
-        roof: Measured ceiling: bytes/s for bytes, FLOP/s for flops.
         ok: The result of the check, or why there was none.
     """
 
@@ -39,10 +36,22 @@ class Row:
     us: float
     us_p20: float
     us_p80: float
+    ok: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row(Timed):
+    """One measured case, and what bounds it.
+
+    Attributes:
+        bytes: Bytes that must move (each input read once, each output written once).
+        flops: Floating-point operations of a matrix product, else 0.
+        roof: Measured ceiling: bytes/s for bytes, FLOP/s for flops.
+    """
+
     bytes: float
     flops: float
     roof: float
-    ok: str
 
     @property
     def share_of_roof(self) -> float:
@@ -110,8 +119,8 @@ def copy_bandwidth(num_bytes: int = 7 << 28) -> float:
     return 2 * num_bytes / (us * 1e-6)
 
 
-def describe_machine() -> str:
-    """Device, versions and commit: the first line of a report."""
+def machine() -> str:
+    """Device, versions and commit."""
     import triton
 
     properties = torch.cuda.get_device_properties(0)
@@ -122,8 +131,13 @@ def describe_machine() -> str:
     )
     return (
         f"{properties.name} ({arch}), torch {torch.__version__}, triton {triton.__version__}, "
-        f"commit {commit.stdout.strip() or 'unknown'}, cold L2 (rotating inputs), median of {SAMPLES} graph replays"
+        f"commit {commit.stdout.strip() or 'unknown'}"
     )
+
+
+def describe_machine() -> str:
+    """The machine, and how times are taken: the first line of a report."""
+    return f"{machine()}, cold L2 (rotating inputs), median of {SAMPLES} graph replays"
 
 
 def report(rows: Iterable[Row], json_path: str | None) -> None:

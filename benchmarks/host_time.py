@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks._host_cases import Case, Setting, Sizes, every_case
-from benchmarks._timing import describe_machine
+from benchmarks._timing import Timed, machine
 
 WARM_UP = 5
 SAMPLES = 41
@@ -40,28 +40,14 @@ _LEAST_SNR_DB = 8.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One measured case; times in microseconds.
+class Row(Timed):
+    """One measured case: times until the call returned; `ok` is the signal to difference from the op's first backend.
 
     Attributes:
-        op: What was done.
-        shape: On what.
-        backend: By whom.
-        us: Median time until the call returned.
-        us_p20: 20th percentile.
-        us_p80: 80th percentile.
         us_done: Median time until the GPU was done as well.
-        ok: Signal to difference from the op's first backend, or why there is no time.
     """
 
-    op: str
-    shape: str
-    backend: str
-    us: float
-    us_p20: float
-    us_p80: float
     us_done: float
-    ok: str
 
     def text(self, baseline_us: float) -> str:
         return (
@@ -179,7 +165,7 @@ def profile(setting: Setting, words: str, *, samples: int = SAMPLES, first_micro
 def describe(device: torch.device, samples: int) -> str:
     """Device, versions, commit and calls a case: the first line of a report."""
     if device.type != "cpu":
-        return describe_machine().rpartition(", cold")[0] + f", host time, idle GPU, median of {samples} calls"
+        return f"{machine()}, host time, idle GPU, median of {samples} calls"
     return (
         f"CPU ({platform.machine()}), torch {torch.__version__}, reference kernels, median of {samples} calls: a CPU's times, "
         "with the computing in them; they say nothing of a GPU's"
