@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from primus_turbo_plugin.kernels.triton.launching import repeater
+
 if TYPE_CHECKING:
     from primus_turbo_plugin.kernels.triton.attention_launch import Launch
 
@@ -164,5 +166,4 @@ def _runner(launch: Launch, compiled: Any) -> Callable[..., Any]:
     """Runs the kernel on arguments in its own order."""
     if torch.version.hip is not None:  # the short way has not been tried there
         return functools.partial(launch.kernel[launch.grid], **launch.options)
-    run: Callable[..., Any] = compiled[(*launch.grid, 1, 1)[:3]]
-    return run
+    return repeater(compiled, launch.grid)

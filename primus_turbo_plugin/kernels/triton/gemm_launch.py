@@ -15,6 +15,7 @@ import torch
 from primus_turbo_plugin.kernels.triton.gemm_config import GemmConfig
 from primus_turbo_plugin.kernels.triton.gemm_key import GemmKey, Operand, OperandKey
 from primus_turbo_plugin.kernels.triton.launching import facts as tensor_facts
+from primus_turbo_plugin.kernels.triton.launching import repeater
 from primus_turbo_plugin.precision.quantized_tensor import QuantizedTensor
 
 _FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -107,7 +108,7 @@ class CallLauncher:
             return
         latest, launch = self._latest
         if latest != grid:
-            launch = self._compiled[(*grid, 1, 1)[:3]]
+            launch = repeater(self._compiled, grid)
             self._latest = grid, launch
         args = self._template.copy()
         for index, name in self._plain:
@@ -309,18 +310,20 @@ def _multiply_pointers(
     return KernelCall(gemm_nt_kernel, grid, args, constants, options_of(config))
 
 
+def descriptor_slot(source: Source, block: int, config: GemmConfig) -> Slot:
+    """The descriptor by which a kernel reads an operand, `block` rows of it at a time."""
+    if source.outer:
+        return Slot(source.name, (config.block_k, block), turned=True)
+    return Slot(source.name, (block, config.block_k))
+
+
 def _multiply_descriptors(a: Source, b: Source, key: GemmKey, config: GemmConfig) -> KernelCall:
     from primus_turbo_plugin.kernels.triton.gemm_descriptor_kernel import gemm_descriptor_kernel
-
-    def described(source: Source, block: int) -> Slot:
-        if source.outer:
-            return Slot(source.name, (config.block_k, block), turned=True)
-        return Slot(source.name, (block, config.block_k))
 
     args = _operands(a, b, key, config)
     del args["a_ptr"], args["b_ptr"]
     args |= {
-        "a_desc": described(a, config.block_m), "b_desc": described(b, config.block_n),
+        "a_desc": descriptor_slot(a, config.block_m, config), "b_desc": descriptor_slot(b, config.block_n, config),
         "out_desc": Slot("y", (config.block_m, config.block_n // config.epilogue_parts)),
     }  # fmt: skip
     constants = {**_constants(a, b, key, config), "ACCUMULATE": key.accumulate}

@@ -19,6 +19,7 @@ from primus_turbo_plugin.kernels.triton.gemm_launch import (
     Slot,
     Source,
     Tensors,
+    descriptor_slot,
     options_of,
     reaches_far,
     source_of,
@@ -172,7 +173,7 @@ def depth_program(
     pointers = _pointer_constants(left, right, out.stride(1), key, config, even_n=cols % config.block_n == 0)
     if config.loads == "descriptors":
         args |= {
-            "a_desc": _described("a", left, config.block_m, config), "b_desc": _described("b", right, config.block_n, config)
+            "a_desc": descriptor_slot(left, config.block_m, config), "b_desc": descriptor_slot(right, config.block_n, config)
         }  # fmt: skip
         constants["WIDE"] = pointers["WIDE"]
         multiply = KernelCall(grouped_depth_descriptor_kernel, (tiles,), args, constants, options_of(config))
@@ -208,12 +209,6 @@ def _pointer_constants(
         "EVEN_N": even_n, "WIDE": reaches_far(reach), "XCDS": config.num_xcds,
         "FNUZ": config.units == "fp8" and config.decode == "scratch",
     }  # fmt: skip
-
-
-def _described(name: str, source: Source, block: int, config: GemmConfig) -> Slot:
-    if source.outer:
-        return Slot(name, (config.block_k, block), turned=True)
-    return Slot(name, (block, config.block_k))
 
 
 def _stored(operand: Operand, source: Source) -> int:

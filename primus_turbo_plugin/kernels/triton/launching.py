@@ -72,6 +72,12 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 _HERE = nullcontext()
 
 
+def repeater(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """Launches what Triton's JIT compiled on a grid, given all arguments in the kernel's order, constants among them."""
+    launch: Callable[..., None] = compiled[(*grid, 1, 1)[:3]]
+    return launch
+
+
 class Launcher:
     """One kernel with its grid and constants: launched by Triton's JIT once, from then on by the compiled kernel that came of it.
 
@@ -117,4 +123,4 @@ class Launcher:
         if compiled is not None:  # Triton's interpreter compiles nothing, torch.compile does so later
             names = self.kernel.arg_names
             self._tail = tuple(self._constants[name] for name in names[len(names) - len(self._constants) :])
-            self._launch = compiled[(*self.grid, 1, 1)[:3]]
+            self._launch = repeater(compiled, self.grid)
